@@ -6,20 +6,30 @@ Nothing is stored here. A record is made when somebody asks for it. Ages are ann
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from p2ptrain import __version__
 from ring.view import TERM_BITS
 from roles.seed.events import Map, Subscription
 from roles.seed.job_table import JobTable
 from roles.seed.jobs import JobPorts
-from roles.seed.peers import ConnectedPeer, part_infos, serving_infos
+from roles.seed.peers import NAME_CHARS, ConnectedPeer, part_infos, serving_infos, whole
+from wire.address import format_address
 from wire.records import CheckpointInfo, ClusterInfo, JobInfo, PeerInfo, ServingInfo
 
 LOST_SHOWN_S = 60.0
 """How long people see a lost peer."""
+_STATES = frozenset({
+    "joining", "idle", "building", "waiting", "healing", "following", "training", "held", "failed", "leaving", "serving"
+})  # fmt: skip
+"""Valid values of ``Heartbeat.state``."""
+_FIGURES = ("in_bps", "out_bps", "tokens_per_s", "staleness")
+_COUNTS = ("memory_bytes", "memory_total_bytes", "accepted", "refused", "most_staleness", "sent_bytes")
+"""Figures of a heartbeat that people see: rates and means, and whole numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +71,61 @@ class Overview:
         return list(self._ports.checkpoints.known.values())
 
     def _peer_info(self, peer: ConnectedPeer) -> PeerInfo:
-        controllers, now = self._jobs.controllers, self._ports.clock.now()
+        """A peer, with its place in its job. A stage has the share of its replica's first member."""
+        controllers, is_lost = self._jobs.controllers, peer.lost_at is not None
         controller = controllers.get(peer.job)
-        if controller is None and peer.lost_at is not None:
+        if controller is None and is_lost:
             controller = next((item for item in controllers.values() if item.holds(peer.id)), None)
-        if controller is None:
-            return peer.info(now, None)
-        view = controller.running_view
+        view = controller.running_view if controller else None
         rank = view.rank_of(peer.id) if view else None
-        edge = controller.edge_from(view, rank) if view and rank is not None else None
-        shares = controller.rows.shares(view) if view else ()
-        stage, state = controller.stage_of(peer.id), controller.core.state
-        return peer.info(now, view, edge, shares, stage, controller.stages, job_state=state)
+        edge = controller.edge_from(view, rank) if controller and view and rank is not None else None
+        shares = controller.rows.shares(view) if controller and view else ()
+        stage = controller.stage_of(peer.id) if controller else None
+        job_state = controller.core.state if controller else ""
+        heartbeat = peer.heartbeat
+        current = heartbeat if heartbeat and not is_lost else None
+        stats = {name: value for name, value in current.stats.items() if math.isfinite(value)} if current else {}
+        figures: dict[str, Any] = {name: stats.get(name, 0.0) for name in _FIGURES}
+        figures |= {name: whole(stats.get(name)) for name in _COUNTS}
+        gpus = list(current.gpus) if current else []
+        head = rank - view.stage_of(rank) if view and rank is not None else None
+        state = heartbeat.state if heartbeat else "joining"
+        if is_lost:
+            state = "away" if rank is not None and peer.end == "lost" else peer.end
+        else:
+            state = state if state in _STATES else "idle"
+            state = {("paused", "held"): "paused", ("saving", "idle"): "held"}.get((job_state, state), state)
+        return PeerInfo(
+            id=peer.id,
+            name=peer.name,
+            roles=[peer.role],
+            device=str(peer.hello.capabilities.get("device", ""))[:NAME_CHARS],
+            state=state,
+            address=format_address(peer.host, peer.port),
+            joined_at=peer.joined_at,
+            heartbeat_age_s=self._ports.clock.now() - peer.connection.last_heard,
+            rtt_ms=stats.get("rtt_ms", peer.rtt_ms),
+            gpu_load=gpus[0].load if gpus else None,
+            gpus=gpus,
+            job=peer.job,
+            rank=whole(peer.hello.capabilities.get("rank")) if peer.group else rank,
+            group=peer.group,
+            generation=view.generation if view and rank is not None else 0,
+            step=heartbeat.step if heartbeat else 0,
+            share=shares[head] if head is not None and head < len(shares) else 0,
+            stage=stage,
+            stages=controller.stages if controller and stage is not None else 1,
+            next_ms=edge.latency_s * 1e3 if edge else None,
+            next_bps=edge.bandwidth_bps if edge else None,
+            fetched_bytes=peer.newest_fetch.fetched_bytes if peer.newest_fetch else 0,
+            model=peer.serving.model if peer.serving else "",
+            sessions=peer.serving.sessions if peer.serving else 0,
+            flops=int(peer.flops or 0),
+            part_bytes=peer.offer.memory_bytes,
+            cores=whole(peer.hello.capabilities.get("cores"), 1 << 16),
+            threads=whole(peer.hello.capabilities.get("threads"), 1 << 16),
+            **figures,
+        )
 
     @contextmanager
     def watching(self, *, with_events: bool = False) -> Iterator[Subscription]:

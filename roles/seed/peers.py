@@ -19,18 +19,17 @@ from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError
 from p2ptrain.core.ids import is_id
 from ring.coordination import STATUSES, JobWorker
 from ring.detector import FailureDetector, beat_defaults
-from ring.planning.measurements import LinkQuality
 from ring.token import is_lineage
 from ring.view import View
 from roles.line import receive_in_time
-from wire.address import format_address, is_loopback
+from wire.address import is_loopback
 from wire.chain_messages import PartsHeld
 from wire.client import PendingCalls
 from wire.connection import Connection, Received, last_word
 from wire.enrol import RENEW
 from wire.job_messages import CheckpointSaved, MemberRecord, Report, StepMetrics, ViewAnnounced
 from wire.messages import EventNotice, Heartbeat, Hello, Message, RefusalCode
-from wire.records import PartInfo, PeerInfo, ServingInfo
+from wire.records import PartInfo, ServingInfo
 from wire.text_messages import MAX_DRAFTERS, DrafterAddress, DrafterList, Serving
 
 NAME_CHARS = 64
@@ -44,10 +43,6 @@ SPEED = "compute_flops"
 """Key in a heartbeat's stats: floating-point operations per second, measured by the worker."""
 GAUGES = "gauges"
 """Capability in a ``Hello``: the worker will measure ``SPEED``."""
-_STATES = frozenset({
-    "joining", "idle", "building", "waiting", "healing", "following", "training", "held", "failed", "leaving", "serving"
-})  # fmt: skip
-"""Valid values of ``Heartbeat.state``."""
 
 
 @dataclass(slots=True, eq=False)
@@ -154,72 +149,6 @@ class ConnectedPeer:
         self.lost_at, self.end, self.job = now, end, ""
         self.speed_reported.set()
         self.calls.fail_all(self.name)
-
-    def info(
-        self,
-        now: float,
-        view: View | None,
-        edge: LinkQuality | None = None,
-        shares: Sequence[int] = (),
-        stage: int | None = None,
-        stages: int = 1,
-        *,
-        job_state: str = "",
-    ) -> PeerInfo:
-        """The record that people see. ``shares``: the members' shares in the newest step, in rank order; a stage has
-        the share of its replica's first. ``stage``: its stage of a split model with ``stages`` stages."""
-        heartbeat, is_lost = self.heartbeat, self.lost_at is not None
-        current = heartbeat if heartbeat and not is_lost else None
-        stats = {name: value for name, value in current.stats.items() if math.isfinite(value)} if current else {}
-        gpus = list(current.gpus) if current else []
-        rank = view.rank_of(self.id) if view else None
-        head = rank - view.stage_of(rank) if view and rank is not None else None
-        state = heartbeat.state if heartbeat else "joining"
-        if is_lost:
-            state = "away" if rank is not None and self.end == "lost" else self.end
-        else:
-            state = state if state in _STATES else "idle"
-            state = {("paused", "held"): "paused", ("saving", "idle"): "held"}.get((job_state, state), state)
-        return PeerInfo(
-            id=self.id,
-            name=self.name,
-            roles=[self.role],
-            device=str(self.hello.capabilities.get("device", ""))[:NAME_CHARS],
-            state=state,
-            address=format_address(self.host, self.port),
-            joined_at=self.joined_at,
-            heartbeat_age_s=now - self.connection.last_heard,
-            rtt_ms=stats.get("rtt_ms", self.rtt_ms),
-            in_bps=stats.get("in_bps", 0.0),
-            out_bps=stats.get("out_bps", 0.0),
-            tokens_per_s=stats.get("tokens_per_s", 0.0),
-            memory_bytes=whole(stats.get("memory_bytes")),
-            memory_total_bytes=whole(stats.get("memory_total_bytes")),
-            gpu_load=gpus[0].load if gpus else None,
-            gpus=gpus,
-            job=self.job,
-            rank=whole(self.hello.capabilities.get("rank")) if self.group else rank,
-            group=self.group,
-            generation=view.generation if view and rank is not None else 0,
-            step=heartbeat.step if heartbeat else 0,
-            share=shares[head] if head is not None and head < len(shares) else 0,
-            stage=stage,
-            stages=stages if stage is not None else 1,
-            next_ms=edge.latency_s * 1e3 if edge else None,
-            next_bps=edge.bandwidth_bps if edge else None,
-            fetched_bytes=self.newest_fetch.fetched_bytes if self.newest_fetch else 0,
-            model=self.serving.model if self.serving else "",
-            sessions=self.serving.sessions if self.serving else 0,
-            accepted=whole(stats.get("accepted")),
-            refused=whole(stats.get("refused")),
-            staleness=stats.get("staleness", 0.0),
-            most_staleness=whole(stats.get("most_staleness")),
-            flops=int(self.flops or 0),
-            part_bytes=self.offer.memory_bytes,
-            cores=whole(self.hello.capabilities.get("cores"), 1 << 16),
-            threads=whole(self.hello.capabilities.get("threads"), 1 << 16),
-            sent_bytes=whole(stats.get("sent_bytes")),
-        )
 
 
 class PeerTable:
