@@ -14,7 +14,7 @@ import typer
 from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import human_time, print_json, print_pairs, print_table
 from p2ptrain.cli.runtime import JsonOption, ProfileOption, SetOption, YesOption, confirm, option
-from p2ptrain.cli.tokenizer import FORMATS, FormatOption, TextKeyOption
+from p2ptrain.cli.tokenizer import FORMATS, TextKeyOption
 from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.text_files import kind_of, search_files
@@ -32,7 +32,7 @@ SAMPLES, SAMPLE_CHARS = 3, 1200
 @app.command()
 def show(
     path: Annotated[str, typer.Argument(metavar="[PATH]", help="As data.path; default: the profile's.")] = "",
-    form: FormatOption = "",
+    form: Annotated[str, option("--format FORMAT", f"As data.format: {', '.join(FORMATS)} or preference.")] = "",
     text_key: TextKeyOption = "",
     tokenizer: Annotated[str, option("--tokenizer PATH", "As model.tokenizer: of a new model.")] = "",
     model: Annotated[str, option("--model DIR", "As model.path: the model whose tokenizer is used.")] = "",
@@ -49,11 +49,11 @@ def show(
 
     \b
     Examples:
-      p2ptrain data show ~/books
+      p2ptrain data show
+      p2ptrain data show stdlib --format chat --set data.sequence_tokens=256
+      p2ptrain data show "~/books/**/*.txt" --tokenizer mine-books
       p2ptrain data show chats.jsonl --format chat --model ./SmolLM2-135M-Instruct
       p2ptrain data show pairs.jsonl --format preference --profile lora --model ./SmolLM2-135M-Instruct
-      p2ptrain data show "texts/**/*.txt" --tokenizer mine --set data.sequence_tokens=512
-      p2ptrain data show --profile my.toml --json
     """
     from configs.loader import load
 

@@ -47,9 +47,9 @@ def evaluate(
 
     \b
     Examples:
-      p2ptrain evaluate -c ./step-00000400 --data held-out.txt
+      p2ptrain up --state ./run && p2ptrain evaluate -c ./run --data stdlib/json
+      p2ptrain evaluate -c ./run --data stdlib --format chat
       p2ptrain evaluate -c ./SmolLM2-135M --data "books/*.txt" --window 2048 --stride 512 --json
-      p2ptrain evaluate -c ./step-00000400 --data chats.jsonl --format chat
     """
     check_one_of("--format", form, FORMATS)
     check_dtype(dtype)

@@ -542,7 +542,7 @@ def change(
     \b
     Examples:
       p2ptrain jobs set tiny optimizer.lr=1e-3
-      p2ptrain jobs set 3f9a job.steps=2000 validation.every=100
+      p2ptrain jobs set tiny job.steps=2000 validation.every=100
     """
     from configs.loader import read_overrides
 

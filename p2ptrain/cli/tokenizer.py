@@ -53,9 +53,9 @@ def train(
 
     \b
     Examples:
-      p2ptrain tokenizer train --data "~/books/**/*.txt" --vocab 8192 --out mine
-      p2ptrain tokenizer train --data chats.jsonl --format chat --chat tokens --out mine-chat
-      p2ptrain up --set model.tokenizer=mine --set data.path="~/books/**/*.txt"
+      p2ptrain tokenizer train --data stdlib --vocab 8192 --out mine && p2ptrain up --set model.tokenizer=mine
+      p2ptrain tokenizer train --data stdlib --format chat --chat tokens --out mine-chat
+      p2ptrain tokenizer train --data "~/books/**/*.txt" --vocab 8192 --out mine-books
     """
     check_one_of("--format", form, FORMATS)
     if chat:
