@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from p2ptrain.compute.rows import BadRow
 from p2ptrain.compute.text import ASSISTANT, USER, ChatFormat, TrainingText
 from p2ptrain.compute.tokenizer import Tokens
 from p2ptrain.core.errors import ConfigError, UserError
@@ -131,6 +132,6 @@ def encode_pair(values: Sequence[Any], form: ChatFormat, width: int) -> list[tup
         marks[len(asked) :] = TARGET
         marks[:1] = FIRST  # and no target: it has no token before it
         if not (marks[:width] & TARGET).any():
-            raise UserError("it has no room for both answers", remedy="set a larger data.sequence_tokens")
+            raise BadRow("has no room for both answers", remedy="set a larger data.sequence_tokens")
         pair.append((np.array([*asked, *answered], tokenizer.dtype), marks))
     return pair

@@ -44,18 +44,12 @@ _MAX_FIELD_CHARACTERS = 1 << 24  # of a .csv: Python's reader takes up to 13 byt
 _LINE, _CSV_LINE = re.compile(r"[^\n]*\n|[^\n]+"), re.compile(r"[^\r\n]*[\r\n]|[^\r\n]+")
 
 
-@dataclass(frozen=True, slots=True)
-class BadRow:
-    """Why a row cannot be used, in words that follow its place; and what to do."""
-
-    why: str
-    remedy: str
+class BadRow(UserError):
+    """A row cannot be used. The message follows its place."""
 
 
-RowValues = Sequence[object] | BadRow
+RowValues = Sequence[Any] | BadRow
 """What a row has under the keys that are read."""
-
-_NOT_UNICODE = BadRow("has a byte that is not UTF-8, or half of a surrogate pair", "write the text as UTF-8")
 
 
 class TextPart(NamedTuple):
@@ -74,12 +68,13 @@ class RowCounts:
     examples: list[str] = field(default_factory=list)
     remedy: str = ""
 
-    def leave_out(self, place: str, bad: BadRow) -> None:
+    def leave_out(self, place: str, problem: UserError) -> None:
         """Count a row that cannot be used."""
         self.bad += 1
         if len(self.examples) < _EXAMPLES:
-            self.examples.append(f"{place} {bad.why}")
-        self.remedy = self.remedy or bad.remedy
+            is_bad = "" if isinstance(problem, BadRow) else "is not usable: "
+            self.examples.append(f"{place} {is_bad}{problem.message}")
+        self.remedy = self.remedy or problem.remedy or "leave it out"
 
     def note(self, max_bad: float) -> str:
         """After the last row: what was left out; empty if nothing was. Raises ``UserError``: it is more than the share
@@ -106,40 +101,38 @@ class Rows:
 
     def __init__(self, path: str, form: str, key: str) -> None:
         self.counts, self.read_bytes, self.text_bytes = RowCounts(), 0, 0
-        self._form, self._is_documentation, self._taken = form, is_stdlib(path) and form == "chat", 0
-        self._keys, self._problem_of = _KINDS.get(form, (("text",), _problem_of_text))
+        self._form, self._is_documentation = form, is_stdlib(path) and form == "chat"
+        self._keys, self._check = _KINDS.get(form, (("text",), _check_texts))
         self._keys = (key,) if key and len(self._keys) == 1 else self._keys
 
     def state(self) -> dict[str, Any]:
         """For ``made_of_rows``, as JSON."""
-        return {"taken": self._taken, "counts": asdict(self.counts), "text_bytes": self.text_bytes}
+        return {"counts": asdict(self.counts), "text_bytes": self.text_bytes}
 
     def made_of_rows(
-        self, files: Sequence[Path], make: Callable[[list[Any]], T], state: Mapping[str, Any] | None = None
+        self, files: Sequence[Path], make: Callable[[Sequence[Any]], T], state: Mapping[str, Any] | None = None
     ) -> Iterator[T]:
-        """What ``make`` makes of the values of each row: a conversation, or a prompt and two answers, texts or
+        """What ``make`` makes of the values of each row: a text, a conversation, or a prompt and two answers, texts or
         messages. Raises ``UserError``. ``state``: go on behind the row where ``state()`` was made.
 
         ``make`` may refuse a row by ``UserError``. Its ``ConfigError`` is raised: what this machine lacks must not
         decide which rows are learned."""
-        found = (row for file in files for row in self._values(file))
+        found = ((file, *row) for file in files for row in self._values(file))
         if state:
-            for _ in islice(found, state["taken"]):
+            self.counts, self.text_bytes = RowCounts(**state["counts"]), state["text_bytes"]
+            for _ in islice(found, self.counts.count):
                 pass
-            self.counts, self.text_bytes, self._taken = (
-                RowCounts(**state["counts"]),
-                state["text_bytes"],
-                state["taken"],
-            )
-        for place, values in found:
-            self._taken += 1
+        for file, number, values in found:
+            self.counts.count += 1
             try:
+                if isinstance(values, BadRow):
+                    raise values
+                self._check(values, self._keys[0])
                 made = make(values)
             except ConfigError:
                 raise
             except UserError as problem:
-                bad = BadRow(f"is not usable: {problem.message}", problem.remedy or "leave it out")
-                self.counts.leave_out(place, bad)
+                self.counts.leave_out(f"{file}:{number}" if number else str(file), problem)
             else:
                 yield made
 
@@ -172,29 +165,20 @@ class Rows:
         if format_of(file, self._form) == "text":
             yield from (TextPart(part, ends=False) for part in self._parts(file))
             yield TextPart("", ends=True)
-            return
-        yield from (TextPart(text, ends=True) for _, (text,) in self._values(file))
+        else:
+            yield from self.made_of_rows([file], lambda values: TextPart(values[0], ends=True))
 
-    def _values(self, file: Path) -> Iterator[tuple[str, list[Any]]]:
-        """The place and the values of each row; bad rows are counted."""
-        form = "stdlib" if self._is_documentation else format_of(file, self._form)
-        match form:
-            case "stdlib":
-                found = self._documented(file)
+    def _values(self, file: Path) -> Iterator[tuple[int, RowValues]]:
+        """The number of each row, 0 if a file is no list of them, and its values."""
+        if self._is_documentation:
+            return self._documented(file)
+        match format_of(file, self._form):
             case "jsonl":
-                found = _jsonl_values(file, self._parts(file, "surrogateescape"), self._keys)
+                return _jsonl_values(file, self._parts(file, "surrogateescape"), self._keys)
             case "csv":
-                found = _csv_values(file, self._parts(file, "surrogateescape"), self._keys)
+                return _csv_values(file, self._parts(file, "surrogateescape"), self._keys)
             case _:
-                found = self._parquet_values(file)
-        for number, values in found:
-            self.counts.count += 1
-            place = f"{file}:{number}" if number else str(file)
-            problem = values if isinstance(values, BadRow) else self._problem_of(values, self._keys[0])
-            if problem is not None:
-                self.counts.leave_out(place, problem)
-            else:
-                yield place, cast(list[Any], values)
+                return self._parquet_values(file)
 
     def _documented(self, file: Path) -> Iterator[tuple[int, RowValues]]:
         """Questions and answers of one of the standard library's sources: for each public module, class and function
@@ -206,7 +190,7 @@ class Rows:
         try:
             tree = ast.parse("".join(self._parts(file)))
         except (SyntaxError, ValueError, RecursionError):
-            yield 0, BadRow("is not Python", "set data.path to a file of your own")
+            yield 0, BadRow("is not Python", remedy="set data.path to a file of your own")
             return
         for messages in _questions(tree, ".".join(names)):
             yield 0, [messages]
@@ -257,7 +241,7 @@ class Rows:
                                 yield number, [scalar.as_py() for scalar in scalars]
                             except (ValueError, OverflowError):
                                 why = "holds a value that cannot be read, perhaps not UTF-8"
-                                yield number, BadRow(why, "write it anew")
+                                yield number, BadRow(why, remedy="write it anew")
                     self.read_bytes = read_before + file.stat().st_size * (index + 1) // table.num_row_groups
         except (pyarrow.ArrowException, OSError) as error:
             text = str(error).strip().splitlines() or [type(error).__name__]
@@ -299,54 +283,55 @@ def _lines(file: Path, parts: Iterator[str], line: re.Pattern[str], ends: str) -
 # ----------------------------------------------------------------------------------------------------- values of rows
 
 
-def _is_unicode(text: str) -> bool:
+def _check_unicode(text: str) -> None:
     try:
         text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    except UnicodeEncodeError as error:
+        why = "has a byte that is not UTF-8, or half of a surrogate pair"
+        raise BadRow(why, remedy="write the text as UTF-8") from error
 
 
-def _problem_of_text(values: Sequence[object], key: str) -> BadRow | None:
-    if not all(isinstance(value, str) for value in values):
-        return BadRow(f"has no text under {key!r}", "set data.text_key to the field with the text")
-    return None if all(_is_unicode(cast(str, value)) for value in values) else _NOT_UNICODE
+def _check_texts(values: Sequence[Any], key: str) -> None:
+    for value in values:
+        if not isinstance(value, str):
+            raise BadRow(f"has no text under {key!r}", remedy="set data.text_key to the field with the text")
+        _check_unicode(value)
 
 
-def _problem_of_pair(values: Sequence[object], key: str) -> BadRow | None:
+def _check_pair(values: Sequence[Any], key: str) -> None:
+    prompt, *answers = values
     if all(isinstance(value, str) for value in values):
-        return _problem_of_text(values, key)
-    if all(isinstance(value, list) for value in values):
-        prompt, *answers = cast(list[Messages], values)
-        problems = (_problem_of_messages([[*prompt, *answer]], key) for answer in answers)
-        return next(filter(None, problems), None)
-    remedy = "give each row prompt, chosen and rejected: three texts, or three lists of {role, content}"
-    return BadRow("is no pair of answers", remedy)
+        _check_texts(values, key)
+    elif all(isinstance(value, list) for value in values):
+        for answer in answers:
+            _check_messages([[*prompt, *answer]], key)
+    else:
+        remedy = "give each row prompt, chosen and rejected: three texts, or three lists of {role, content}"
+        raise BadRow("is no pair of answers", remedy=remedy)
 
 
-def _problem_of_messages(values: Sequence[object], key: str) -> BadRow | None:
+def _check_messages(values: Sequence[Any], key: str) -> None:
     (value,) = values
     if not isinstance(value, list) or not 0 < len(value) <= MAX_MESSAGES:
         remedy = "set data.text_key to the field with a list of {role, content}"
-        return BadRow(f"has no list of 1 to {MAX_MESSAGES:,} messages under {key!r}", remedy)
+        raise BadRow(f"has no list of 1 to {MAX_MESSAGES:,} messages under {key!r}", remedy=remedy)
     for number, message in enumerate(value, 1):
         role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
         if role not in ROLES or not isinstance(content, str):
             remedy = f"a message is {{role, content}}: a role is one of {', '.join(ROLES)}, and a content is text"
-            return BadRow(f"has no such role or no text in message {number}", remedy)
-        if not _is_unicode(content):
-            return _NOT_UNICODE
+            raise BadRow(f"has no such role or no text in message {number}", remedy=remedy)
+        _check_unicode(content)
         if message.get("weight") not in (None, 0, 1):
-            remedy = "an answer of weight 0 is not learned, others are"
-            return BadRow(f"has the weight {message['weight']!r:.20}, not 0 or 1, in message {number}", remedy)
+            why = f"has the weight {message['weight']!r:.20}, not 0 or 1, in message {number}"
+            raise BadRow(why, remedy="an answer of weight 0 is not learned, others are")
     if value[0]["role"] == "assistant" or all(message["role"] != "assistant" for message in value):
-        return BadRow("has no question with an answer of the assistant", "only answers are learned: leave the row out")
-    return None
+        why = "has no question with an answer of the assistant"
+        raise BadRow(why, remedy="only answers are learned: leave the row out")
 
 
-_KINDS: dict[str, tuple[tuple[str, ...], Callable[[Sequence[object], str], BadRow | None]]] = {
-    "chat": (("messages",), _problem_of_messages),
-    "preference": (("prompt", "chosen", "rejected"), _problem_of_pair),
+_KINDS: dict[str, tuple[tuple[str, ...], Callable[[Sequence[Any], str], None]]] = {
+    "chat": (("messages",), _check_messages),
+    "preference": (("prompt", "chosen", "rejected"), _check_pair),
 }
 """By ``data.format``, the usual fields of a row, and the check of their values; for others it is one text."""
 
@@ -377,7 +362,7 @@ def _jsonl_values(file: Path, parts: Iterator[str], keys: Sequence[str]) -> Iter
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
-            yield number, BadRow("is not JSON", "each line is one JSON object, or the file is one array of them")
+            yield number, BadRow("is not JSON", remedy="each line is one JSON object, or the file is one array of them")
         else:
             yield number, values(record)
 
@@ -396,7 +381,10 @@ def _csv_values(file: Path, parts: Iterator[str], keys: Sequence[str]) -> Iterat
             if "limit" in str(error):  # what follows would be read from inside the field
                 text = f"{file}:{number} has a field of more than {_MAX_FIELD_CHARACTERS:,} characters"
                 raise UserError(text, remedy="write long texts as .jsonl, or close the quote") from error
-            yield number, BadRow(f"is not CSV ({error})", "quote fields with a comma, a quote or a line end in them")
+            yield (
+                number,
+                BadRow(f"is not CSV ({error})", remedy="quote fields with a comma, a quote or a line end in them"),
+            )
             continue
         if record is None:
             return
@@ -404,7 +392,10 @@ def _csv_values(file: Path, parts: Iterator[str], keys: Sequence[str]) -> Iterat
             columns = _find_columns(file, record, keys)
         elif record:
             values = [record[column] if column < len(record) else None for column in columns]
-            yield number, BadRow("has a zero byte", "leave it out") if "\0" in "".join(filter(None, values)) else values
+            yield (
+                number,
+                BadRow("has a zero byte", remedy="leave it out") if "\0" in "".join(filter(None, values)) else values,
+            )
 
 
 def _find_columns(file: Path, names: Sequence[str], keys: Sequence[str]) -> list[int]:
