@@ -655,6 +655,19 @@ _PRIVACY_NEEDS = {
     ),
 }
 """The same for privacy.epsilon, by privacy.unit."""
+_VALUE_NEEDS: dict[tuple[str, str], tuple[tuple[str, tuple[Any, ...], str], ...]] = {
+    ("data.format", "preference"): (
+        ("job.strategy", ("sync", "local"), "only whole models that are alike at all workers learn from pairs"),
+        ("optimizer.label_smoothing", (0.0,), "a pair's loss has no such term"),
+        ("optimizer.z_loss", (0.0,), "a pair's loss has no such term"),
+        ("privacy.epsilon", (0.0,), "it is counted for sequences, and a pair has two"),
+        ("data.limit_bytes", (0,), "pairs are read whole"),
+    ),
+    ("optimizer.name", "muon"): (
+        ("job.strategy", _NOT_SHARDED, "Muon needs whole matrices, and a shard has rows of them"),
+    ),
+}
+"""The same for a setting with a value."""
 
 
 def _check(profile: Profile) -> None:
@@ -669,7 +682,8 @@ def _check(profile: Profile) -> None:
     if (strategy == "pipeline") != (stages >= 2):
         remedy = "strategy 'pipeline' with pipeline.stages of 2 or more, or another strategy with 0"
         raise _conflict(profile, "job.strategy", "pipeline.stages", why="they contradict each other", remedy=remedy)
-    for key, needs in (*_NEEDS.items(), ("privacy.epsilon", _PRIVACY_NEEDS[profile.privacy.unit])):
+    by_value = ((key, needs) for (key, value), needs in _VALUE_NEEDS.items() if profile.value(key) == value)
+    for key, needs in (*_NEEDS.items(), ("privacy.epsilon", _PRIVACY_NEEDS[profile.privacy.unit]), *by_value):
         for need in needs:
             _check_need(profile, key, *need)
     match strategy:
@@ -686,10 +700,6 @@ def _check(profile: Profile) -> None:
             )
     if strategy == "sharded":
         _check_at_most(profile, "sharded.shards", "job.workers", why=": each shard needs a worker")
-        if profile.optimizer.name == "muon":
-            why = "Muon needs whole matrices, and a shard has rows of them"
-            remedy = "optimizer.name = 'adamw', or a model split by layers: job.strategy = 'pipeline'"
-            raise _conflict(profile, "optimizer.name", "job.strategy", why=why, remedy=remedy)
         if profile.device.kind == "mps":
             why = "FSDP2 runs on CPUs and on CUDA"
             raise _conflict(profile, "device.kind", "job.strategy", why=why, remedy="device.kind = 'cpu'")
@@ -716,8 +726,6 @@ def _check(profile: Profile) -> None:
         raise _conflict(profile, "track.directory", why=why, remedy=remedy)
     _check_lora(profile)
     _check_members(profile)
-    if profile.data.format == "preference":
-        _check_preference(profile)
     beats = ("membership.heartbeat_s", "membership.death_s")
     beat, death = profile.membership.heartbeat_s, profile.membership.death_s
     if (beat == 0) != (death == 0):
@@ -775,6 +783,9 @@ def _check_lora(profile: Profile) -> None:
         if lora.base != "fp32":
             why, remedy = "only a model that LoRA keeps frozen can be held so", "set lora.rank, such as 8"
             raise _conflict(profile, "lora.base", "lora.rank", why=why, remedy=remedy)
+        if profile.data.format == "preference":
+            why, remedy = "the reference is the model without its adapters", "set lora.rank, such as 8, and model.path"
+            raise _conflict(profile, "data.format", "lora.rank", why=why, remedy=remedy)
         return
     if not profile.model.path:
         why, remedy = "LoRA needs a trained model", "name its directory: model.path"
@@ -793,20 +804,6 @@ def _check_lora(profile: Profile) -> None:
     if lora.base == "bf16" and profile.device.precision != "bf16":
         why, remedy = "fp32 arithmetic needs weights in fp32", "device.precision = 'bf16', or lora.base = 'fp32'"
         raise _conflict(profile, "lora.base", "device.precision", why=why, remedy=remedy)
-
-
-def _check_preference(profile: Profile) -> None:
-    if not profile.lora.rank:
-        why, remedy = "the reference is the model without its adapters", "set lora.rank, such as 8, and model.path"
-        raise _conflict(profile, "data.format", "lora.rank", why=why, remedy=remedy)
-    for key, allowed, why in (
-        ("job.strategy", ("sync", "local"), "only whole models that are alike at all workers learn from pairs"),
-        ("optimizer.label_smoothing", (0.0,), "a pair's loss has no such term"),
-        ("optimizer.z_loss", (0.0,), "a pair's loss has no such term"),
-        ("privacy.epsilon", (0.0,), "it is counted for sequences, and a pair has two"),
-        ("data.limit_bytes", (0,), "pairs are read whole"),
-    ):
-        _check_need(profile, "data.format", key, allowed, why)
 
 
 def _check_cuts(profile: Profile) -> None:
