@@ -23,16 +23,19 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from p2ptrain.core.errors import P2PTrainError
-from p2ptrain.core.world import Probe
+from p2ptrain.core.world import World
 from ring.codecs import Codec
 from ring.collectives import SCRATCH_SLOTS, WINDOW_BYTES, Receive, Schedule, Send
 from ring.dtypes import Array, reduce_into
+from ring.neighbours import NeighbourLinks
+from ring.view import View
 from wire.connection import Connection
 
 Residual = npt.NDArray[np.float32]
@@ -141,28 +144,22 @@ class SubChunkEncoder:
         return out.data
 
 
+class LaneOwner(Protocol):
+    """The session whose operations lanes carry out. ``world``: its probe may stop the sending."""
+
+    world: World
+    view: View
+    links: NeighbourLinks
+
+    def moved(self, flow: Flow | None) -> None:
+        """A sub-chunk of the flow arrived; None: the kernel took what was sent."""
+
+
 class Lane:
-    """See the module's docstring.
+    """See the module's docstring."""
 
-    Args:
-        on_progress: called with the flow whose sub-chunk arrived, and with None when the kernel took what was sent.
-        on_error: called with the connection that failed, and the error.
-        probe: may stop the sending.
-    """
-
-    def __init__(
-        self,
-        left: Connection,
-        right: Connection,
-        generation: int,
-        *,
-        on_progress: Callable[[Flow | None], None],
-        on_error: Callable[[Connection, P2PTrainError], None],
-        probe: Probe,
-    ) -> None:
-        self.left, self._right, self._probe = left, right, probe
-        self._generation = generation
-        self._on_progress, self._on_error = on_progress, on_error
+    def __init__(self, owner: LaneOwner, left: Connection, right: Connection) -> None:
+        self.left, self._right, self._owner, self._generation = left, right, owner, owner.view.generation
         self._receiving: deque[Flow] = deque()
         self._sending: deque[Flow] = deque()
         self._posted: deque[tuple[Flow, Receive, npt.NDArray[np.uint8] | None]] = deque()  # with its scratch slot
@@ -222,7 +219,7 @@ class Lane:
             try:
                 self.left.post(into, generation=self._generation, stream=flow.stream, done=self._arrived)
             except P2PTrainError as error:
-                self._on_error(self.left, error)
+                self._owner.links.take_failure(self.left, error)
                 return
 
     def _arrived(self) -> None:
@@ -241,12 +238,12 @@ class Lane:
             if flow.check is not None:
                 flow.check(target.tobytes())
         except P2PTrainError as error:
-            self._on_error(self.left, error)
+            self._owner.links.take_failure(self.left, error)
             return
         index = flow.schedule.received()
         if receive.relayed and flow.codec is not None and scratch is not None:
             flow.relays[index] = self._encoder.keep(scratch)
-        self._on_progress(flow)
+        self._owner.moved(flow)
         self._post()
         self._pump()
         self._check_done(flow)
@@ -254,7 +251,7 @@ class Lane:
     # ---------------------------------------------------------------------------------------------------------- sending
 
     def _drained(self) -> None:
-        self._on_progress(None)
+        self._owner.moved(None)
         self._pump()
 
     def _pump(self) -> None:
@@ -273,7 +270,7 @@ class Lane:
 
     def _send_ready(self) -> None:
         turn_bytes = 0
-        if not self._probe.alter("lane-sends", True):
+        if not self._owner.world.probe.alter("lane-sends", True):
             return
         while not self._right.unsent_bytes:
             if not self._sending or self._stopped:
@@ -298,7 +295,7 @@ class Lane:
             try:
                 self._right.send_bulk(payload, generation=self._generation, stream=flow.stream)
             except P2PTrainError as error:
-                self._on_error(self._right, error)
+                self._owner.links.take_failure(self._right, error)
                 return
 
     def _check_done(self, flow: Flow) -> None:

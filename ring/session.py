@@ -106,15 +106,7 @@ class RingSession:
         self.broken = self.links.broken
         if left is not None and right is not None:
             self._lanes = [
-                Lane(
-                    incoming,
-                    outgoing,
-                    view.generation,
-                    on_progress=self._moved,
-                    on_error=self.links.take_failure,
-                    probe=world.probe,
-                )
-                for incoming, outgoing in zip(left.bulks, right.bulks, strict=True)
+                Lane(self, incoming, outgoing) for incoming, outgoing in zip(left.bulks, right.bulks, strict=True)
             ]
 
     # ---------------------------------------------------------------------------------------------- forming and ending
@@ -422,7 +414,7 @@ class RingSession:
         if future.cancelled():
             self.links.give_up(None, ConnectionLost("this member cancelled an operation"))
 
-    def _moved(self, flow: Flow | None) -> None:
+    def moved(self, flow: Flow | None) -> None:
         """Note progress: a sub-chunk of ``flow`` arrived or, if ``flow`` is None, the kernel took what was sent."""
         self._progress.moved_at = now = self.world.clock.now()
         if flow is None:

@@ -9,10 +9,8 @@ holds back the stage before it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from p2ptrain.core.activations import ID_BYTES, IDS, encode_ids
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused
@@ -76,26 +74,12 @@ class OpenStage:
 
 
 class NextStage:
-    """This stage's link to the next stage of a session.
+    """The link of a stage to the next stage of its session. ``requests`` hear of room for more, and of its end."""
 
-    Args:
-        on_lost: called once when the link ends, unless ``close`` ended it.
-        on_room: called when all unsent bytes are sent.
-    """
-
-    def __init__(
-        self,
-        place: PeerAddress,
-        line: Line,
-        *,
-        on_lost: Callable[[NextStage, P2PTrainError], None],
-        on_room: Callable[[], None],
-    ) -> None:
-        self.place = place
-        self._line = line
-        self._on_lost = on_lost
+    def __init__(self, requests: ForwardRequests, stage: OpenStage, place: PeerAddress, line: Line) -> None:
+        self.place, self._line, self._stage, self._requests = place, line, stage, requests
         self.closed = False
-        line.connection.on_drained = on_room
+        line.connection.on_drained = requests.wake.set
         self._task = asyncio.create_task(line.run(_refuse_message, self._end), name="next stage")
 
     @property
@@ -115,7 +99,7 @@ class NextStage:
     def _end(self, problem: P2PTrainError) -> None:
         if not self.closed:
             self.closed = True
-            self._on_lost(self, problem)
+            self._requests.lose_next(self._stage, self, problem)
 
 
 def _refuse_message(received: Received) -> None:
@@ -134,7 +118,7 @@ class ForwardRequests:
         self._compute, self._now = context.compute, context.world.clock.now
         self.sessions: dict[tuple[str, int], OpenStage] = {}
         self._turns: Turns[OpenStage] = Turns()
-        self._wake = asyncio.Event()
+        self.wake = asyncio.Event()
 
     # ------------------------------------------------------------------------------------------------------- sessions
 
@@ -247,9 +231,9 @@ class ForwardRequests:
                 connection.abort()
                 raise Refused(UNKNOWN_SESSION, "the session was closed meanwhile")
             line = Line(connection, core.asked.silence_s)
-            stage.link = NextStage(place, line, on_lost=partial(self._next_lost, stage), on_room=self._wake.set)
+            stage.link = NextStage(self, stage, place, line)
 
-    def _next_lost(self, stage: OpenStage, link: NextStage, problem: P2PTrainError) -> None:
+    def lose_next(self, stage: OpenStage, link: NextStage, problem: P2PTrainError) -> None:
         if stage.link is link:
             stage.link = None
             self._break(stage, stage.core.index + 1, NEXT_LOST, problem)
@@ -275,7 +259,7 @@ class ForwardRequests:
         payload = await line.receive_bulk(size_bytes, stream=CHAIN_STREAM)
         if stage.core.admit(work, payload):
             self._turns.add(stage)
-            self._wake.set()
+            self.wake.set()
 
     async def serve_stage(self, connection: Connection, stage: OpenStage) -> None:
         """Serve the stage before: read its requests as fast as they are computed. Raises as ``take``."""
@@ -299,8 +283,8 @@ class ForwardRequests:
         while True:
             stage = self._turns.take(lambda stage: stage.link is None or not stage.link.crowded)
             if stage is None:
-                self._wake.clear()
-                await self._wake.wait()
+                self.wake.clear()
+                await self.wake.wait()
                 continue
             work, payload = stage.core.queue.popleft()
             if stage.core.queue:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -42,7 +43,13 @@ def lane_to(right: BottomlessConnection, left: Any = Any) -> Lane:
     def fail(connection: Connection, error: P2PTrainError) -> None:
         raise error
 
-    return Lane(left, cast(Connection, right), 1, on_progress=lambda flow: None, on_error=fail, probe=Probe())
+    owner: Any = SimpleNamespace(
+        world=SimpleNamespace(probe=Probe()),
+        view=SimpleNamespace(generation=1),
+        links=SimpleNamespace(take_failure=fail),
+        moved=lambda flow: None,
+    )
+    return Lane(owner, left, cast(Connection, right))
 
 
 def long_flow(done: asyncio.Event) -> Flow:
