@@ -14,7 +14,7 @@ The owner decides what the connections carry: a ring (``ring.session``) or a cha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -100,27 +100,20 @@ def cause_of(error: P2PTrainError) -> str:
 
 
 class Heartbeats:
-    """The heartbeats of one member: sends its own to the right neighbour, and notices the silence of both neighbours.
-    ``status`` returns this member's progress and state."""
+    """The heartbeats of a member: sends its own to the right neighbour, and notices the silence of both neighbours."""
 
-    def __init__(
-        self, clock: Clock, view: View, right: Neighbour | None, status: Callable[[], tuple[int, str]]
-    ) -> None:
-        self._clock, self._view, self._right, self._status = clock, view, right, status
+    def __init__(self, links: NeighbourLinks, clock: Clock) -> None:
+        self._links, self._clock = links, clock
         self.interval_s = 0.0  # 0 before the first beat
         self.rtt_ms: float | None = None  # to the right neighbour; None before the first acknowledgement
         self.newest_of_left: Heartbeat | None = None
         self._seq, self._sent_at = 0, 0.0
 
-    async def run(
-        self,
-        death_s: float,
-        neighbours: Sequence[Neighbour],
-        on_silent: Callable[[Neighbour, DeadlineExceeded], None],
-    ) -> None:
-        """Send heartbeats and watch ``neighbours``, until cancelled."""
+    async def run(self, death_s: float) -> None:
+        """Send heartbeats and watch both neighbours, until cancelled."""
         watched = [
-            (neighbour, FailureDetector(heartbeat_s=self.interval_s, death_s=death_s)) for neighbour in neighbours
+            (neighbour, FailureDetector(heartbeat_s=self.interval_s, death_s=death_s))
+            for neighbour in self._links.neighbours
         ]
         now = due = self._clock.now()
         while True:
@@ -132,7 +125,8 @@ class Heartbeats:
             now = self._clock.now()
             for neighbour, detector in watched:
                 if detector.waited(planned_s, now, neighbour.last_heard):
-                    on_silent(neighbour, DeadlineExceeded(f"it sent nothing for {detector.silent_s:.1f} s"))
+                    silence = DeadlineExceeded(f"it sent nothing for {detector.silent_s:.1f} s")
+                    self._links.give_up(neighbour, silence)
 
     def take_acknowledgement(self, seq: int) -> None:
         if seq == self._seq:
@@ -140,10 +134,10 @@ class Heartbeats:
 
     def _send(self, now: float) -> None:
         self._seq, self._sent_at = self._seq + 1, now
-        progress, state = self._status()
-        beat = Heartbeat(self._seq, progress, self._view.step, state)
-        if self._right is not None:
-            self._right.send_control(self._right.beat, beat, self._view.generation)
+        view, right = self._links.view, self._links.right
+        progress, state = self._links.owner.status()
+        if right is not None:
+            right.send_control(right.beat, Heartbeat(self._seq, progress, view.step, state), view.generation)
 
 
 class LinksOwner(Protocol):
@@ -189,8 +183,8 @@ class NeighbourLinks:
         self.broken: asyncio.Future[RingBroken] = asyncio.get_running_loop().create_future()
         self.left, self.right = left, right
         self.parted: Neighbour | None = None
-        self.beats = Heartbeats(clock, view, right, owner.status)
-        self._owner, self._view, self._rank, self._what = owner, view, rank, what
+        self.beats = Heartbeats(self, clock)
+        self.owner, self.view, self._rank, self._what = owner, view, rank, what
         self._tasks: set[asyncio.Task[None]] = set()
         self._farewells: set[asyncio.Task[None]] = set()
         self._verdict: asyncio.TimerHandle | None = None  # runs while a ``MemberLost`` may still come
@@ -234,7 +228,7 @@ class NeighbourLinks:
         to it, then ``Leave``."""
         if self.broken.done():
             return
-        me = self._view.members[self._rank].peer_id
+        me = self.view.members[self._rank].peer_id
         self._settle(RingBroken(former.peer_id, ConnectionLost(f"lost {former.title}: it left the {self._what}"), me))
         for neighbour in self.neighbours:
             if neighbour is former:
@@ -254,7 +248,7 @@ class NeighbourLinks:
         """End the links after the end of a connection, unless the current operation can complete without it."""
         if not neighbour.leaving:
             self.take_loss(neighbour, connection, error)
-        elif not self._owner.is_busy() or self._owner.expects(connection):
+        elif not self.owner.is_busy() or self.owner.expects(connection):
             self.give_up(neighbour, ConnectionLost(f"it left the {self._what}"))
         elif self.parted is None:
             self.parted = neighbour
@@ -275,19 +269,19 @@ class NeighbourLinks:
         member. None: this member itself is the reason."""
         if self.broken.done():
             return
-        me = self._view.members[self._rank].peer_id
+        me = self.view.members[self._rank].peer_id
         if news is None and neighbour is not None:
             news = MemberLost(neighbour.peer_id, me, shortened(error.message, REASON_CHARS), neighbour.leaving)
             kind = ConnectionLost if isinstance(error, Refused) else type(error)
             error = kind(f"lost {neighbour.title}: {error.message}", remedy=error.remedy)
         elif news is not None and neighbour is not None:
-            members = self._view.members
-            lost, by = (members[self._view.rank_of(item) or 0].name for item in (news.peer_id, news.beside))
+            members = self.view.members
+            lost, by = (members[self.view.rank_of(item) or 0].name for item in (news.peer_id, news.beside))
             error = ConnectionLost(f"{by} lost {lost}: {error.message}", remedy=error.remedy)
         self._settle(RingBroken(news.peer_id, error, news.beside, news.left) if news else RingBroken("", error))
         for other in self.neighbours:
             tell = news is not None and other is not neighbour and other.peer_id != news.peer_id
-            if tell and news is not None and other.send_control(other.beat, news, self._view.generation):
+            if tell and news is not None and other.send_control(other.beat, news, self.view.generation):
                 self._part(other.beat)
                 for bulk in other.bulks:
                     bulk.abort()
@@ -309,7 +303,7 @@ class NeighbourLinks:
 
     def follow_loss(self, broken: RingBroken) -> bool:
         """End the links because another ring of the view broke. False if ``broken`` names no member of this view."""
-        if self._view.rank_of(broken.suspect) is None or self._view.rank_of(broken.beside) is None:
+        if self.view.rank_of(broken.suspect) is None or self.view.rank_of(broken.beside) is None:
             return False
         news = MemberLost(broken.suspect, broken.beside, shortened(broken.cause.message, REASON_CHARS))
         self.give_up(None, broken.cause, news)
@@ -317,15 +311,15 @@ class NeighbourLinks:
 
     def _take_loss(self, neighbour: Neighbour, news: MemberLost) -> None:
         """Handle ``MemberLost``. If it names this member or no member, the neighbour that sent it counts as lost."""
-        rank = self._view.rank_of(news.peer_id)
-        if rank is None or rank == self._rank or self._view.rank_of(news.beside) is None:
+        rank = self.view.rank_of(news.peer_id)
+        if rank is None or rank == self._rank or self.view.rank_of(news.beside) is None:
             self.give_up(neighbour, ConnectionLost(f"it ended the session: {shortened(news.reason, REASON_CHARS)}"))
         else:
             self.give_up(neighbour, ConnectionLost(shortened(news.reason, REASON_CHARS)), news)
 
     def _leave(self, neighbour: Neighbour, reason: str) -> None:
         for connection in neighbour.connections:
-            if neighbour.send_control(connection, Leave(shortened(reason, REASON_CHARS)), self._view.generation):
+            if neighbour.send_control(connection, Leave(shortened(reason, REASON_CHARS)), self.view.generation):
                 self._part(connection)
             else:
                 connection.abort()
@@ -339,7 +333,7 @@ class NeighbourLinks:
         self.broken.set_result(broken)
         if self._verdict is not None:
             self._verdict.cancel()
-        self._owner.settle()
+        self.owner.settle()
         for task in self._tasks:
             task.cancel()
 
@@ -347,7 +341,7 @@ class NeighbourLinks:
         """Start heartbeats and failure detection, when every member is known to be connected."""
         self.beats.interval_s = heartbeat_s
         if self.neighbours:
-            self._start(self.beats.run(death_s, self.neighbours, self.give_up))
+            self._start(self.beats.run(death_s))
 
     # -------------------------------------------------------------------------------------------------------- listening
 
@@ -367,7 +361,7 @@ class NeighbourLinks:
                 raise ConnectionLost(f"it refuses to continue: {text}")
             case Heartbeat(seq=seq) if self.left is not None and connection is self.left.beat:
                 self.beats.newest_of_left = message
-                connection.send(HeartbeatAck(seq), generation=self._view.generation)
+                connection.send(HeartbeatAck(seq), generation=self.view.generation)
             case HeartbeatAck(seq=seq) if self.right is not None and connection is self.right.beat:
                 self.beats.take_acknowledgement(seq)
             case MemberLost() if connection is neighbour.beat:

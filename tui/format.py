@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
 
+from p2ptrain.core.texts import three_digits
 from tui.model import is_finite
 
 UNKNOWN = "–"
@@ -106,9 +107,7 @@ def _scale(value: float | None, units: Sequence[str], base: float) -> str:
 
 
 def _three_digits(value: float) -> str:
-    if value >= 99.95 or value == int(value):
-        return f"{value:.0f}"
-    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+    return f"{value:.0f}" if value == int(value) else three_digits(value)
 
 
 def count(value: float | None) -> str:

@@ -129,12 +129,9 @@ class StepClock:
         self._now = now
         self._spent: dict[str, float] = {}
         self._units_s: deque[float] = deque(maxlen=5)
-        self._waited_s = 0.0
-        self._hidden_s = 0.0
-        self._began = now()
         self.longest_s = 0.0
-        self._formed_s: float | None = None
         self.last_ms: dict[str, float] = {}
+        self.begin_view()
 
     @property
     def unit_us(self) -> int:
