@@ -160,6 +160,8 @@ class Data(Table):
     share: bool = True
     """A worker that lacks the text, model.path or model.tokenizer on its disk fetches it from other workers of the job;
     of the text only its tokens travel. Private text is never sent."""
+    share_mbps: float = Field(default=0, ge=0, le=1e6)
+    """Most Mbit/s at which a worker fetches them, if others need its link, too; 0: as fast as they come."""
     limit_bytes: int = Field(default=0, ge=0, le=2**50)
     """Most bytes of text to use; 0: all of it."""
     sequence_tokens: int = Field(default=128, ge=2, le=2**20)

@@ -57,7 +57,7 @@ FileRanges = Mapping[str, list[TensorRecord]]
 """By file name, the records of its ranges, in order."""
 RETRY_S = 2.0
 """Between two attempts to find a worker that has what is missing."""
-TELL_S = 60.0
+TELL_S = 300.0
 """Between two notices that it is missing."""
 
 
@@ -78,6 +78,7 @@ class JobInputs:
         self._sources: Mapping[str, Path] = {}  # what this worker can send
         self._opened: dict[str, asyncio.Future[ModelDirectory]] = {}
         self._recipients = 0
+        self._most_bps = 0.0
         self.progress = ""
 
     def close(self) -> None:
@@ -103,6 +104,7 @@ class JobInputs:
             missing = await self.thread.submit(partial(_find_missing, profile, key))
             if missing:
                 table, _, name = key.partition(".")
+                self._most_bps = 1e6 * profile.data.share_mbps
                 place = str(await self._find_or_fetch(key, value, missing))
                 changed = getattr(profile, table).model_copy(update={name: place})
                 profile = profile.model_copy(update={table: changed})
@@ -185,6 +187,8 @@ class JobInputs:
                 file = draft / file_of(record)
                 await self.thread.submit(partial(self._disk.append_file, file, memoryview(data)))
                 received_bytes += len(data)
+                if self._most_bps:
+                    await asyncio.sleep(began + 8 * received_bytes / self._most_bps - self._context.world.clock.now())
                 self.progress = f"fetching {key}: {received_bytes / missing_bytes:.0%} of {human_bytes(missing_bytes)}"
             await self.thread.submit(partial(self._publish, draft, place, files))
         took_s = self._context.world.clock.now() - began

@@ -68,11 +68,11 @@ def _spec(**tables: object) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "the whole profile: Invalid JSON"),
-        ("[]", "the whole profile"),
-        ("null", "the whole profile"),
-        ("{" * 5000, "the whole profile"),
-        ("[" * 20000, "the whole"),
+        ("", "the job's profile: Invalid JSON"),
+        ("[]", "the job's profile"),
+        ("null", "the job's profile"),
+        ("{" * 5000, "the job's profile"),
+        ("[" * 20000, "the job's"),
         (_spec(job={"steps": "400"}), "job.steps"),
         (_spec(job={"steps": True}), "job.steps"),
         (_spec(job={"steps": 0}), "job.steps"),
@@ -81,7 +81,7 @@ def _spec(**tables: object) -> str:
         (_spec(optimizer={"lr": float("nan")}), "optimizer.lr"),
         (_spec(model={"heads": 3}), "model.hidden_size = 128 is not a multiple of model.heads = 3"),
         ('{"job": {"seed": 1e400}}', "job.seed"),
-        ("\ud800", "the whole"),
+        ("\ud800", "the job's"),
         (" " * (SPEC_LIMIT_BYTES + 1), "more than 32768 bytes"),
         ("é" * (SPEC_LIMIT_BYTES // 2 + 1), "more than 32768 bytes"),
     ],
@@ -138,7 +138,7 @@ def test_a_job_cannot_choose_where_on_the_seed_s_machine_its_files_are(directory
         assert Profile.model_validate({"track": {"directory": inside}}).track.directory == inside
     with pytest.raises(ValidationError, match="the seed's own directory of tracked files only"):
         Profile.model_validate({"track": {"directory": directory}})
-    with pytest.raises(ProtocolError, match="the whole profile"):
+    with pytest.raises(ProtocolError, match="the job's profile"):
         Profile.from_spec_untrusted(_spec(track={"directory": directory}))
 
 

@@ -161,6 +161,15 @@ async def test_an_interrupted_fetch_goes_on(host: Callable[..., Host], tmp_path:
     assert files_in(found)["model.safetensors"] == (tmp_path / "one" / "model" / "model.safetensors").read_bytes()
 
 
+async def test_a_fetch_keeps_to_its_rate(host: Callable[..., Host], tmp_path: Path) -> None:
+    one, lacking = host("one"), host("lacking", "one")
+    loop = asyncio.get_running_loop()
+    async with one.serving(model_of(tmp_path / "one" / "model")):
+        began = loop.time()
+        await lacking.inputs.bring(profile_of("/nowhere", share_mbps=8))
+    assert 3 * RANGE_BYTES / 1e6 < loop.time() - began < 3 * RANGE_BYTES / 1e6 + 3
+
+
 async def test_wrong_bytes_and_other_files_are_not_taken(host: Callable[..., Host], tmp_path: Path) -> None:
     """One worker's disk changes unnoticed, another one has a model of its own. The third one sends all."""
     names = ("damaged", "other", "right")
