@@ -271,15 +271,8 @@ class ChatSession:
     def _write_answer(self, question: str) -> Answer:
         """Print the answer as it arrives, without leading white space."""
         from p2ptrain.cli.text import Answer
-        from roles.serving.texts import TextRequest
 
-        request = TextRequest(
-            turns=tuple(self.conversation.turns),
-            max_new_tokens=self._max_new_tokens,
-            sampling=self._options.sampling,
-            stop=self._options.stops,
-            speculate=not self._options.no_speculation,
-        )
+        request = self._options.request(self._max_new_tokens, turns=tuple(self.conversation.turns))
         answer, began, writing = Answer(question, ended="cancelled"), time.perf_counter(), None
         self._waiting.progress("…")
         try:

@@ -207,16 +207,10 @@ class GeneratedTexts:
     async def _write_texts(self, indices: Iterator[int]) -> None:
         """Write one text after the other. ``indices``: of those that are left; all tasks take from it."""
         from p2ptrain.cli.text import Answer
-        from roles.serving.texts import TextRequest
 
         for index in indices:
-            request = TextRequest(
-                prompt=self._request.prompts[index].text,
-                max_new_tokens=self._request.max_new_tokens,
-                sampling=self._request.options.sampling,
-                stop=self._request.options.stops,
-                speculate=not self._request.options.no_speculation,
-            )
+            prompt = self._request.prompts[index].text
+            request = self._request.options.request(self._request.max_new_tokens, prompt=prompt)
             answer, began = Answer(request.prompt), time.perf_counter()
             writing = await self._source.service.write(request)
             self.answers[index] = answer

@@ -19,14 +19,7 @@ from p2ptrain.cli.joining import MemberRun, ProcessContext, SeedRoute, member_op
 from p2ptrain.cluster.access import shown_host
 from p2ptrain.cluster.console import Console
 from p2ptrain.cluster.models import SplitOptions, config_text
-from p2ptrain.cluster.split_model import (
-    TYPICAL_POSITIONS,
-    conversation_positions,
-    load,
-    measure_model,
-    plan_on,
-    within,
-)
+from p2ptrain.cluster.split_model import TYPICAL_POSITIONS, conversation_positions, plan_on_workers, within
 from p2ptrain.compute import first_import
 from p2ptrain.compute.text import ChatFormat, ModelText
 from p2ptrain.compute.tokenizer import Tokenizer
@@ -38,11 +31,11 @@ from roles.background import Background
 from roles.compute_thread import ComputeThread
 from roles.drafter.draft_server import MAX_SESSIONS, DraftingModel, DraftServer
 from roles.member import ServingMember
-from roles.serving.chain import LOOK_S, PoolUpdater, StageChain
+from roles.serving.chain import LOOK_S, PoolUpdater
 from roles.serving.local_model import LocalModel, load_local_engine
 from roles.serving.model import ServedModel
 from roles.serving.worker_peer import ClientContext, WorkerAddress
-from roles.serving.worker_pool import ModelReference, WorkerPool, model_of_directory, workers_of
+from roles.serving.worker_pool import workers_of
 from roles.timed_model import load_timed_model
 from roles.verifier.drafters import Drafters, Vocabulary
 from roles.verifier.server import serve_texts
@@ -53,6 +46,8 @@ from wire.text_messages import Serving
 USUAL_SESSIONS = 4
 LEAVE_S = 0.8
 """Time limit of each clean-up. A member's program has a few of them, one after another (``cli.joining``)."""
+_START_WORKERS = "start some: p2ptrain join"
+_MORE_MEMORY = "start more of them, or some with more memory: p2ptrain join; or take fewer --sessions"
 AGAIN_LOOKS = 15
 """After this many looks the same workers are tried again: they may have freed memory, or be reachable now."""
 
@@ -73,14 +68,11 @@ async def join_to_serve(options: JoinOptions) -> None:
     await check(options)
 
     def member(process: ProcessContext, found: SeedRoute) -> MemberRun:
-        async def program(member: ServingMember) -> None:
-            await serve(member, options, process.console)
-
         return ServingMember(
             world_of(options, found),
             process.identity,
             member_options(options, found),
-            program=program,
+            program=partial(serve, options=options, console=process.console),
             notify=process.notify,
             membership=found.access.member,
         ).run
@@ -89,11 +81,8 @@ async def join_to_serve(options: JoinOptions) -> None:
 
 
 async def serve(member: ServingMember, options: JoinOptions, console: Console) -> None:
-    """Be the member's program: load the model, and register what the member answers and serves.
-
-    It starts when the seed has accepted the process for the first time, and is cancelled when the process leaves. Then
-    it must end within a few seconds. Raises ``P2PTrainError``, which ends the process.
-    """
+    """Be the member's program (``ServingMember``): load the model, and register what the member answers and serves.
+    Raises ``P2PTrainError``, which ends the process."""
     await (_verify if options.role == "verifier" else _draft)(member, options, console)
 
 
@@ -231,35 +220,10 @@ async def split_model(
     sessions: int,
     console: Console,
 ) -> AsyncIterator[ServedModel]:
-    """Load the model into workers of the cluster, as soon as there are enough of them.
+    """Load the model into workers of the cluster, as soon as there are enough of them with enough memory.
 
-    Raises ``P2PTrainError``: its files cannot be read, it does not split, or workers refuse to load it.
-    """
-    chain = await _wait_for_chain(member, context, options, console, text, sessions)
-    pool_updater = Background()
-    try:
-        pool_updater.start(PoolUpdater(chain, member.ask).run(), "recruiting")
-        try:
-            yield chain
-        finally:
-            await within(LEAVE_S, pool_updater.stop())
-            await within(LEAVE_S, chain.close())
-    finally:
-        await within(LEAVE_S, chain.pool.close())
-
-
-async def _wait_for_chain(
-    member: ServingMember,
-    context: ClientContext,
-    options: JoinOptions,
-    console: Console,
-    text: ModelText,
-    sessions: int,
-) -> StageChain:
-    """Wait for enough workers with enough memory, and load the model into them. The caller closes the chain's pool.
-
-    A verifier may start before its workers. It reports a shortage once, and tries again. The first worker that can be
-    used says whether the model splits; only then its files are hashed.
+    A verifier may start before its workers. It reports a shortage once, and tries again. Raises ``P2PTrainError``: its
+    files cannot be read, it does not split, or workers refuse to load it.
     """
 
     async def known() -> list[WorkerAddress]:
@@ -269,60 +233,42 @@ async def _wait_for_chain(
             except NetworkError:  # the member's link reports this, and reconnects
                 await asyncio.sleep(LOOK_S)
 
-    directory = options.model_directory
-    shortage, model, config = "", None, config_text(directory)
-    stages = SplitOptions(options.split or None, options.dtype)
+    shortage, stages = "", SplitOptions(options.split or None, options.dtype)
+    positions = sessions * conversation_positions(text)
     while True:
         workers = await known()
-        pool: WorkerPool | None = None
-        try:
-            if workers:
-                pool = await WorkerPool.connect(context, workers)
-                await measure_model(pool, config, stages)
-                if model is None:
-                    console.progress(f"reading the files of {directory}")  # the first time it hashes them
-                    model = await model_of_directory(context, directory)
-                    console.clear()
-            if pool is None or model is None or len(workers) < (options.split or 1):
-                there = f"{len(workers)} of {options.split} workers joined" if workers else "no worker has joined"
-                raise UserError(f"{there} to hold a part of the model", remedy="start some: p2ptrain join")
-            chain = await _load_into(pool, stages, console, model, text, sessions)
-        except BaseException as problem:
-            if pool is not None:
-                await within(LEAVE_S, pool.close())
-            if not isinstance(problem, NetworkError | ResourceError | UserError) or isinstance(problem, ConfigError):
-                raise  # it is no shortage of workers
-            cause = f"{problem.message}: {problem.remedy}" if problem.remedy else problem.message
-            if cause != shortage:
-                shortage = cause
-                member.notify("warning", "waiting", f"waits for workers: {cause}; Ctrl+C leaves")
-        else:
-            if shortage:
-                member.notify("info", "enough-workers", "there are enough workers")
-            return chain
+        async with AsyncExitStack() as stack:
+            try:
+                if not workers:
+                    raise UserError("no worker has joined to hold a part of the model", remedy=_START_WORKERS)
+                planned = plan_on_workers(
+                    context, workers, stages, options.model_directory, text, lambda _: positions, console
+                )
+                chain = await (await stack.enter_async_context(planned)).load()
+            except (NetworkError, ResourceError, UserError) as problem:
+                if isinstance(problem, ConfigError):
+                    raise  # it is no shortage of workers
+                # A plan's own remedy names options that ``join`` does not have.
+                remedy = _MORE_MEMORY if isinstance(problem, ResourceError) else problem.remedy
+                cause = f"{problem.message}: {remedy}" if remedy else problem.message
+                if cause != shortage:
+                    shortage = cause
+                    member.notify("warning", "waiting", f"waits for workers: {cause}; Ctrl+C leaves")
+            else:
+                if shortage:
+                    member.notify("info", "enough-workers", "there are enough workers")
+                pool_updater = Background()
+                pool_updater.start(PoolUpdater(chain, member.ask).run(), "recruiting")
+                try:
+                    yield chain
+                finally:
+                    await within(LEAVE_S, pool_updater.stop())
+                    await within(LEAVE_S, chain.close())
+                return
         for _ in range(AGAIN_LOOKS):
             await asyncio.sleep(LOOK_S)
             if await known() != workers:
                 break
-
-
-async def _load_into(
-    pool: WorkerPool,
-    options: SplitOptions,
-    console: Console,
-    model: ModelReference,
-    text: ModelText,
-    sessions: int,
-) -> StageChain:
-    if (here := len(pool.peers)) < (options.stages or 1):
-        refused = "; ".join(f"{name}: {reason}" for name, reason in pool.refused.items())
-        raise UserError(f"{here} of {options.stages} workers can be used: {refused}", remedy="start another")
-    try:
-        plan = await plan_on(pool, model, options, sessions * conversation_positions(text))
-    except ResourceError as problem:  # its own remedy names options that ``join`` does not have
-        remedy = "start more of them, or some with more memory: p2ptrain join; or take fewer --sessions"
-        raise ResourceError(problem.message, remedy=remedy) from None
-    return await load(pool, model, plan, console, text.context, options.encodings)
 
 
 async def _http(stack: AsyncExitStack, member: ServingMember, options: JoinOptions, service: VerifierService) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -28,6 +28,10 @@ from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.serving import SamplingOptions
 from p2ptrain.core.tensor_files import ADAPTER_CONFIG
 from p2ptrain.core.texts import check_one_of, printable
+
+if TYPE_CHECKING:
+    from p2ptrain.compute.text import Turn
+    from roles.serving.texts import TextRequest
 
 DTYPES = ("fp32", "bf16", "fp16")
 WIRES = (*DTYPES, "int8")
@@ -104,6 +108,12 @@ class TextOptions:
         texts = tuple(_unescape(text) for text in self.stop)
         StopStrings(texts)
         return texts
+
+    def request(self, max_new_tokens: int, *, prompt: str = "", turns: tuple[Turn, ...] = ()) -> TextRequest:
+        """Raises ``UserError``."""
+        from roles.serving.texts import TextRequest
+
+        return TextRequest(prompt, turns, max_new_tokens, self.sampling, self.stops, not self.no_speculation)
 
     @property
     def split_options(self) -> SplitOptions:

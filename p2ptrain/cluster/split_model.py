@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from p2ptrain.core.ids import new_id
 from p2ptrain.core.tokenizer_files import TEXT_FILES
 from p2ptrain.core.world import real_world
 from roles.serving.chain import LoadProgress, StageChain
-from roles.serving.worker_peer import ClientContext
+from roles.serving.worker_peer import ClientContext, WorkerAddress
 from roles.serving.worker_pool import (
     ChainPlan,
     ModelMeasurement,
@@ -52,7 +52,21 @@ class PlannedSplit:
     console: Console
 
     async def load(self) -> StageChain:
-        return await load(self.pool, self.model, self.plan, self.console, self.text.context, self.options.encodings)
+        """Have the workers load their parts, and show the progress. Raises as ``StageChain.load``."""
+        plan, console, encodings = self.plan, self.console, self.options.encodings
+        stages = [LoadProgress(index, "", 0, stage.weights_bytes) for index, stage in enumerate(plan.placement.stages)]
+
+        def show(progress: LoadProgress) -> None:
+            stages[progress.index] = progress
+            if not plan.loaded:
+                console.loading(sum(stage.done_bytes for stage in stages), sum(stage.total_bytes for stage in stages))
+
+        try:
+            return await StageChain.load(
+                self.pool, self.model, plan, context=self.text.context, encodings=encodings, on_progress=show
+            )
+        finally:
+            console.clear()
 
 
 @asynccontextmanager
@@ -73,9 +87,9 @@ async def plan_split(
     Raises:
         P2PTrainError: there is no seed, worker or model, or too little memory; it has the numbers and the remedy.
     """
-    directory = checkpoint
-    text = None if directory is None else ModelText(directory)  # fail before connecting
-    config = "" if directory is None else config_text(directory, options.stages)
+    text = None if checkpoint is None else ModelText(checkpoint)  # fail before connecting
+    if checkpoint is not None:
+        config_text(checkpoint, options.stages)
     access, client = await open_operator(seed)
     try:
         context = ClientContext(
@@ -86,7 +100,7 @@ async def plan_split(
             state=default_state_dir() / "operator",
             notify=lambda level, _, text: console.event(level, text),
         )
-        held = await _held_by_job(client, job) if directory is None else []
+        held = await _held_by_job(client, job) if checkpoint is None else []
         workers = await workers_of(client.request)
     finally:
         await client.close()
@@ -95,20 +109,42 @@ async def plan_split(
             "no worker has joined to hold a part of the model",
             remedy="start some: p2ptrain join, or all on this machine: p2ptrain up --split 2 --checkpoint DIR",
         )
+    async with plan_on_workers(context, workers, options, checkpoint or held, text, positions_of, console) as plan:
+        yield plan
+
+
+@asynccontextmanager
+async def plan_on_workers(
+    context: ClientContext,
+    workers: Sequence[WorkerAddress],
+    options: SplitOptions,
+    place: Path | list[CheckpointInfo],
+    text: ModelText | None,
+    positions_of: Callable[[ModelText], int],
+    console: Console,
+) -> AsyncIterator[PlannedSplit]:
+    """Connect these workers for the block, and plan which of them holds which layers. Raises ``P2PTrainError``.
+
+    ``place``: directory of the model here, with its ``text``; or checkpoints, one of which a worker has.
+    """
     pool = await WorkerPool.connect(context, workers)
     try:
         with tempfile.TemporaryDirectory(prefix="p2ptrain-text-") as directory_of_text:
-            if directory is not None:
-                await measure_model(pool, config, options)  # fail before hashing
-                console.progress(f"reading the files of {directory}")  # the first time it hashes them
-                model = await model_of_directory(context, directory)
+            if isinstance(place, Path):
+                # The first worker that can be used says whether the model splits; only then its files are hashed.
+                await measure_model(pool, config_text(place), options)
+                if (here := len(pool.peers)) < (options.stages or 1):
+                    refused = "".join(f"; {name}: {reason}" for name, reason in pool.refused.items())
+                    there = f"{here} of {options.stages} workers joined to hold a part of the model{refused}"
+                    raise UserError(there, remedy="start another: p2ptrain join")
+                console.progress(f"reading the files of {place}")  # the first time it hashes them
+                model, label = await model_of_directory(context, place), str(place)
             else:
-                model = await _model_of_worker(pool, held)
-                text = await _text_of(pool, model, Path(directory_of_text))
+                model = await _model_of_worker(pool, place)
+                text, label = await _text_of(pool, model, Path(directory_of_text)), model.name
             assert text is not None
             plan = await plan_on(pool, model, options, options.positions or positions_of(text))
             console.clear()
-            label = str(directory) if directory is not None else model.name
             yield PlannedSplit(label, text, model, plan, options, pool, console)
     finally:
         console.clear()
@@ -133,28 +169,6 @@ async def plan_on(pool: WorkerPool, model: ModelReference, options: SplitOptions
         activation_bytes=activation_bytes(options.encodings[0] or found.dtype, 1, found.width),
         stages=options.stages,
     )
-
-
-async def load(
-    pool: WorkerPool,
-    model: ModelReference,
-    plan: ChainPlan,
-    console: Console,
-    context: int | None,
-    encodings: tuple[str, str],
-) -> StageChain:
-    """Have the workers load their parts, and show the progress. Raises as ``StageChain.load``."""
-    stages = [LoadProgress(index, "", 0, stage.weights_bytes) for index, stage in enumerate(plan.placement.stages)]
-
-    def show(progress: LoadProgress) -> None:
-        stages[progress.index] = progress
-        if not plan.loaded:
-            console.loading(sum(stage.done_bytes for stage in stages), sum(stage.total_bytes for stage in stages))
-
-    try:
-        return await StageChain.load(pool, model, plan, context=context, encodings=encodings, on_progress=show)
-    finally:
-        console.clear()
 
 
 def conversation_positions(text: ModelText) -> int:

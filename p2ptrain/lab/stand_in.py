@@ -12,7 +12,7 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from configs.schema import Profile
 from p2ptrain.compute.gradients import UNIT, InnerSteps, gaussian, to_fixed, to_float
 from p2ptrain.core.checkpoints import shard_name
+from p2ptrain.core.disk import Disk, RealDisk
 from p2ptrain.core.errors import JobFailed, StorageError
 from p2ptrain.core.training import Applied, Blob, BlobRange, FilePlan, OnFinal, SettingsPeriod, TrainingData, period_at
 from roles.compute_thread import ComputeThread
@@ -29,6 +30,9 @@ from roles.strategies.interface import Progress
 from roles.strategies.parts import PartRings
 from roles.strategies.strategy import Factory, Strategy
 from roles.strategies.sync import GradientSum, MicroBatches
+
+STATE_BYTES = 64 << 20
+"""Largest state of a stand-in on a disk."""
 
 
 def strategy_of_stand_ins(profile: Profile) -> Factory:
@@ -50,7 +54,7 @@ class StandInState:
 
     Attributes:
         file_name: name of the checkpoint's state file; each stage has its own.
-        part: the parameters of the whole model that this stage holds.
+        part: the parameters of the whole model that this stage holds. disk: from which it is loaded.
         step: steps applied so far, of a state that was not loaded from a checkpoint.
     """
 
@@ -59,7 +63,7 @@ class StandInState:
         self.part = slice(numel * stage.index // stage.count, numel * (stage.index + 1) // stage.count)
         self.parameters = np.zeros(self.part.stop - self.part.start, np.float32)
         self.momentum = np.zeros_like(self.parameters)
-        self.stage, self.step = stage, 0
+        self.stage, self.step, self.disk = stage, 0, cast(Disk, RealDisk())
         self._seed, self._numel, self._on_change = seed, numel, on_change
 
     def blobs(self) -> list[Blob]:
@@ -84,12 +88,14 @@ class StandInState:
         return [FilePlan(self.file_name, whole), *of_all]
 
     def load(self, directory: Path) -> None:
-        data = (directory / self.file_name).read_bytes()
-        if len(data) != 2 * self.parameters.nbytes:
+        data = memoryview(self.disk.read(directory / self.file_name, max_bytes=STATE_BYTES))
+        blobs = self.blobs()
+        if data.nbytes != sum(blob.view.nbytes for blob in blobs):
             raise StorageError(f"{directory / self.file_name} is of another model")
-        values = np.frombuffer(data, np.float32)
-        self.parameters[:], self.momentum[:] = np.split(values, 2)
-        self._on_change()
+        for blob in blobs:
+            blob.view[:] = data[: blob.view.nbytes]
+            data = data[blob.view.nbytes :]
+        self.refresh(0)
 
     def digest(self) -> str:
         """SHA-256 of the state, hex. Equal digests mean equal bits."""

@@ -281,7 +281,7 @@ async def test_it_ends_once_a_worker_says_that_the_model_does_not_split(
 ) -> None:
     model = made(tmp_path)
     (model / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | table))
-    monkeypatch.setattr("p2ptrain.cli.serving.model_of_directory", None)  # nothing is hashed before
+    monkeypatch.setattr("p2ptrain.cluster.split_model.model_of_directory", None)  # nothing is hashed before
     async with alone(tmp_path, model, split) as served:
         await served.until("waiting")
         join(served.cluster, 1)

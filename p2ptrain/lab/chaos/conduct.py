@@ -495,11 +495,9 @@ class ChaosRun:
         for number in range(1, count + 1):
             await cluster.start_worker(number)
         self._console.event("info", cluster.start_notice(count))
-        remedy = f"the logs are in {cluster.logs}"
-        if not await self._observer.until(lambda: bool(cluster.failures()) or self._is_whole(), PATIENCE_S):
-            raise JobFailed("the workers did not form a ring", remedy=remedy)
-        if failures := cluster.failures():
-            raise JobFailed(failures[0], remedy=remedy)
+        forming = self._observer.until(self._is_whole, PATIENCE_S)
+        if not await cluster.while_alive(forming, needed=cluster.started):
+            raise JobFailed("the workers did not form a ring", remedy=f"the logs are in {cluster.logs}")
 
     async def _measure_undisturbed(self) -> None:
         """Measure the speed without faults. Raises ``JobFailed``."""

@@ -531,8 +531,6 @@ def _problem(code: int, path: Path) -> StorageError:
 
 Buffer = npt.NDArray[Any]
 
-STATE_BYTES = 64 << 20
-"""Largest state of a stand-in on a disk."""
 NUMEL = 320
 ATTACKER = "w1"
 """In a job with a robust rule this machine sends wrong vectors."""
@@ -540,8 +538,6 @@ ATTACKER = "w1"
 
 class SimState(StandInState):
     """A stand-in's state on a simulated disk, with the number of steps that were applied to it."""
-
-    disk: Disk
 
     def __init__(self, seed: int, numel: int, stage: Stage, on_change: Callable[[], None]) -> None:
         super().__init__(seed, numel, stage, on_change)
@@ -553,16 +549,6 @@ class SimState(StandInState):
     def load_initial(self) -> None:
         super().load_initial()
         self.count[:] = 0
-
-    def load(self, directory: Path) -> None:
-        data = memoryview(self.disk.read(directory / self.file_name, max_bytes=STATE_BYTES))
-        blobs = self.blobs()
-        if data.nbytes != sum(blob.view.nbytes for blob in blobs):
-            raise StorageError(f"{directory / self.file_name} is of another model")
-        for blob in blobs:
-            blob.view[:] = data[: blob.view.nbytes]
-            data = data[blob.view.nbytes :]
-        self.refresh(0)
 
 
 class SimEngine(StandInEngine):
