@@ -92,7 +92,7 @@ def print_table(
         _narrow(widths, shutil.get_terminal_size().columns, less, cut)
     for row in cells:
         line = "  ".join(
-            _pad(_shorten(cell, widths[name]), widths[name], is_right=name in right)
+            _fit(cell, widths[name], is_right=name in right)
             for name, cell in zip(columns, row, strict=True)
             if name in widths
         )
@@ -116,20 +116,16 @@ def _narrow(widths: dict[str, int], room: int, less: Sequence[str], cut: Collect
             widths[name] = min(whole[name], widths[name] + max(left(), 0))
 
 
-def _shorten(text: str, width: int) -> str:
-    from rich.cells import cell_len
+def _fit(text: str, width: int, *, is_right: bool) -> str:
+    """The text in so many cells; what does not fit gives way to a mark, of a path at the front."""
+    from rich.cells import cell_len, set_cell_size
 
-    if cell_len(text) <= width:
-        return text
-    is_path = "/" in text
-    while cell_len(text) >= width:
-        text = text[1:] if is_path else text[:-1]
-    return f"…{text}" if is_path else f"{text}…"
-
-
-def _pad(text: str, width: int, *, is_right: bool) -> str:
-    from rich.cells import cell_len
-
+    if cell_len(text) > width and "/" in text:
+        while cell_len(text) >= width:
+            text = text[1:]
+        text = f"…{text}"
+    elif cell_len(text) > width:
+        text = set_cell_size(text, width - 1) + "…"
     space = " " * (width - cell_len(text))
     return space + text if is_right else text + space
 

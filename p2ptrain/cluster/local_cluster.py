@@ -243,36 +243,44 @@ class LocalCluster:
             self._announcement.enter_context(announce_seed((LOOPBACK, self.port), self.root))
         return seed
 
-    async def start_peer(self, name: str, slot: int, *options: str, target: str = "", attack: str = "") -> PeerProcess:
+    async def start_peer(self, name: str, slot: int, *options: str, target: str = "") -> PeerProcess:
         """Start a peer; returns before it has joined. Raises ``StorageError``.
 
         Args:
             slot: slot of the state directory. options: further options of ``join``.
             target: the seed to join; empty: this cluster's.
-            attack: what the worker does to its jobs, one of ``p2ptrain.lab.attacker.ATTACKS``; empty: nothing.
         """
         arguments = ["join", target or self.address, "--state", str(self.root), "--slot", str(slot)]
         arguments += ["--name", name, "--wait", "0", "--with-parent"]
-        arguments += ["--attack", attack] if attack else []
         child = await PeerProcess.start(name, [*arguments, *options], self.logs / f"{name}.log")
         self.peers[name] = child
         self.started.append(child)
         return child
 
     async def start_workers(
-        self, count: int, *options: str, straggler: float = 1.0, texts: Sequence[str] = (), attacks: Sequence[str] = ()
+        self,
+        count: int,
+        *,
+        threads: int = 0,
+        straggler: float = 1.0,
+        texts: Sequence[str] = (),
+        attacks: Sequence[str] = (),
+        **options: str,
     ) -> None:
-        """Start workers with these options of ``join``; returns before they have joined. Raises ``StorageError``.
+        """Start workers; returns before they have joined. Raises ``StorageError``.
 
         Args:
+            threads: of each; 0: they share the cores.
             straggler: the last one computes so many times slower.
-            texts, attacks: of each worker, for private data and as in ``start_peer``; empty: none.
+            texts, attacks: of each worker, for private data and as in ``p2ptrain.lab.attacker``; empty: none.
+            options: further options of ``join``, by name; an empty one is left out.
         """
+        options = {"threads": str(threads or threads_each(count))} | options
         for number in range(1, count + 1):
-            own = ["--straggler", f"{straggler:g}"] * (straggler > 1 and number == count)
-            own += ["--data", texts[number - 1]] if texts else []
-            attack = attacks[number - 1] if attacks else ""
-            await self.start_peer(f"worker-{number}", number, *options, *own, attack=attack)
+            own = options | {"straggler": f"{straggler:g}" * (straggler > 1 and number == count)}
+            own |= {"data": texts[number - 1] if texts else "", "attack": attacks[number - 1] if attacks else ""}
+            words = [word for name, value in own.items() if value for word in (f"--{name}", value)]
+            await self.start_peer(f"worker-{number}", number, *words)
 
     def failures(self) -> list[str]:
         """Why processes have ended that nobody ended."""

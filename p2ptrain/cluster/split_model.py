@@ -233,12 +233,6 @@ class SplitPlan:
     def workers(self) -> int:
         return self.stages + self.spares
 
-    def options(self) -> list[str]:
-        """Options of each worker. Stages compute at once and share the cores; a spare computes only in place of a lost
-        stage."""
-        memory = ["--memory", self.memory] * bool(self.memory)
-        return ["--threads", str(threads_each(self.stages)), *memory, *["--link", self.link] * bool(self.link)]
-
 
 async def hold_model(
     plan: SplitPlan, console: Console, stop: asyncio.Event, on_loaded: Callable[[StageChain, str], object]
@@ -253,7 +247,8 @@ async def hold_model(
         await cluster.start_seed()
         if cluster.url:
             console.event("info", f"watch in a browser: {cluster.url}")
-        await cluster.start_workers(plan.workers, *plan.options())
+        threads = threads_each(plan.stages)  # stages compute at once; a spare only in place of a lost one
+        await cluster.start_workers(plan.workers, threads=threads, memory=plan.memory, link=plan.link)
         console.event("info", cluster.start_notice(plan.workers))
         await cluster.wait_until_joined(list(cluster.peers))
         workers, options = list(cluster.peers.values()), SplitOptions(plan.stages, plan.dtype)

@@ -82,9 +82,6 @@ class TrainingPlan:
             return {"": (name, self.profile)}
         return {DRAFTER: (f"{name}-drafter", self.profile.of_drafter()), VERIFIER: (name, self.profile.alone())}
 
-    def threads(self, processes: int) -> str:
-        return str(self.profile.device.threads or threads_each(processes))
-
 
 @dataclass(frozen=True, slots=True)
 class ServedPair:
@@ -202,9 +199,9 @@ class TrainingRun:
         if not self._observers and not lengthened:
             return
         memory = str(part_bytes(plan.profile.device.kind) // plan.workers)
-        options = ["--threads", plan.threads(plan.workers), "--memory", memory]
-        options += ["--link", plan.link] * bool(plan.link)
-        await self.cluster.start_workers(plan.workers, *options, straggler=plan.straggler, texts=plan.texts)
+        threads, straggler = plan.profile.device.threads, plan.straggler
+        own = {"memory": memory, "link": plan.link}
+        await self.cluster.start_workers(plan.workers, threads=threads, straggler=straggler, texts=plan.texts, **own)
         self._workers = list(self.cluster.peers.values())
         console.event("info", self.cluster.start_notice(plan.workers))
         for role, (job, steps) in lengthened.items():
@@ -409,7 +406,8 @@ class TrainingRun:
         self._report("info", "both models are trained; a verifier and a drafter load them")
         device = plan.profile.device.kind
         for role in (VERIFIER, DRAFTER):
-            options = ["--role", role, "--model", self._trained[role]["checkpoint"], "--threads", plan.threads(2)]
+            threads = str(plan.profile.device.threads or threads_each(2))
+            options = ["--role", role, "--model", self._trained[role]["checkpoint"], "--threads", threads]
             options += ["--device", device] * (device != "auto") + ["--link", plan.link] * bool(plan.link)
             if role == VERIFIER and plan.http is not None:
                 options += ["--http", format_address(*plan.http)]

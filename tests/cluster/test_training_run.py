@@ -67,9 +67,7 @@ class Machine:
         local._seed = self._child("seed", Process(self.cluster.close))
         return local._seed
 
-    async def start_peer(
-        self, local: LocalCluster, name: str, slot: int, *options: str, attack: str = ""
-    ) -> PeerProcess:
+    async def start_peer(self, local: LocalCluster, name: str, slot: int, *options: str) -> PeerProcess:
         if name.startswith("worker"):
             assert self.cluster is not None
             self.started += 1
@@ -122,8 +120,8 @@ class PlayedCluster(LocalCluster):
     async def start_seed(self) -> PeerProcess:
         return await self._machine.start_seed(self)
 
-    async def start_peer(self, name: str, slot: int, *options: str, target: str = "", attack: str = "") -> PeerProcess:
-        return await self._machine.start_peer(self, name, slot, *options, attack=attack)
+    async def start_peer(self, name: str, slot: int, *options: str, target: str = "") -> PeerProcess:
+        return await self._machine.start_peer(self, name, slot, *options)
 
     async def wait_until_serving(self, roles: Any) -> dict[str, Any]:
         assert all(child.alive for child in self.peers.values()), "the end of one of them would be a failure"

@@ -144,8 +144,8 @@ async def start_peers(bench: Bench, plan: GeneratePlan, models: dict[str, Path],
     peers = Peers(cluster, plan, port)
     try:
         await cluster.start_seed()
+        await cluster.start_workers(plan.stages, threads=plan.threads, link=f"{round_trip_ms:g}ms" * bool(link))
         threads = ["--threads", str(plan.threads)]
-        await cluster.start_workers(plan.stages, *threads, *link)
         if "drafter" in models:
             options = ("--role", "drafter", "--model", str(models["drafter"]), *threads, *link)
             await cluster.start_peer("drafter", 1, *options)

@@ -141,8 +141,8 @@ class ProxiedCluster(LocalCluster):
         threads = self._plan.profile.device.threads or threads_each(self._plan.workers)
         options = ["--threads", str(threads), "--host", LOOPBACK, "--port", str(port)]
         options += ["--advertise", format_address(*data.address)]
-        target, attack = self._way_to_seed(name, control), self._plan.attack_of(number)
-        process = await self.start_peer(name, number, *options, target=target, attack=attack)
+        options += ["--attack", self._plan.attack] * bool(self._plan.attack_of(number))
+        process = await self.start_peer(name, number, *options, target=self._way_to_seed(name, control))
         if slot is None:
             self.slots[number] = WorkerSlot(number, data, control, process)
         else:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from configs.schema import Profile
-from p2ptrain.cluster.local_cluster import LocalCluster, own_texts, threads_each
+from p2ptrain.cluster.local_cluster import LocalCluster, own_texts
 from p2ptrain.core.errors import JobFailed
 from p2ptrain.core.footprint import llama_sizes
 from p2ptrain.core.threads import LoopThreads
@@ -71,11 +71,14 @@ class LocalWorkers:
     async def _begin(self, run: GridRun) -> None:
         self._cluster, self._machine = LocalCluster(self._root), run.machine
         machine, texts = run.machine, own_texts(run.profile, run.machine.workers, [])
-        options = ["--threads", str(machine.threads or threads_each(machine.workers))]
-        options += ["--link", machine.link] * bool(machine.link)
         await self._cluster.start_seed()
         await self._cluster.start_workers(
-            machine.workers, *options, straggler=machine.straggler, texts=texts, attacks=machine.attacks
+            machine.workers,
+            threads=machine.threads,
+            link=machine.link,
+            straggler=machine.straggler,
+            texts=texts,
+            attacks=machine.attacks,
         )
         await self._cluster.wait_until_joined(list(self._cluster.peers))
 

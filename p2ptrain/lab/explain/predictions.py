@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from configs.loader import load
 from p2ptrain.cluster import local_cluster
 from p2ptrain.cluster.console import stoppable, unless_stopped
-from p2ptrain.cluster.local_cluster import LocalCluster, threads_each
+from p2ptrain.cluster.local_cluster import LocalCluster
 from p2ptrain.compute.gradients import bucket_bounds
 from p2ptrain.core.errors import JobFailed, P2PTrainError, UserError
 from p2ptrain.core.texts import human_duration
@@ -81,8 +81,7 @@ async def measure(profile: Profile, workers: int, strategies: Sequence[str], *, 
     async def work() -> StrategyTimings:
         console.progress(cluster.start_notice(workers))
         await cluster.start_seed()
-        threads = profile.device.threads or threads_each(workers)
-        await cluster.start_workers(workers, "--threads", str(threads), "--device", profile.device.kind)
+        await cluster.start_workers(workers, threads=profile.device.threads, device=profile.device.kind)
         await cluster.wait_until_joined(cluster.peers)
         training = _train_each(cluster, profile, workers, strategies, console.progress)
         return await LocalCluster.while_alive(training, needed=[cluster.seed, *cluster.peers.values()])

@@ -261,10 +261,9 @@ class FaultSchedule:
 
         def thaw() -> None:
             if process.alive:
-                self._tell(f"{victim.host} thaws")
                 self._simulation.loop.thaw(process)
 
-        self._later(seconds, thaw)
+        self._later(seconds, thaw, f"the freeze of {victim.host} is over")
 
     def _misbehave(self, victim: SimMachine, how: str) -> None:
         """``hang``: its computing. ``garble``: it sends invalid tokens. ``withhold``: it sends no payload."""
@@ -292,16 +291,16 @@ class FaultSchedule:
     def _sever(self, how: str, pairs: list[tuple[str, str]]) -> None:
         network = self._simulation.network
         act = {"cut": network.cut, "silence": network.silence, "one-way": network.deafen}[how]
-        self._tell(f"{how} {' '.join(f'{one}-{other}' for one, other in pairs)}")
-        for one, other in pairs:
-            act(one, other)
+        ways = " ".join(f"{one}-{other}" for one, other in pairs)
+        self._tell(f"{how} {ways}")
+        for pair in pairs:
+            act(*pair)
 
         def mend() -> None:
-            self._tell(f"mend {' '.join(f'{one}-{other}' for one, other in pairs)}")
-            for one, other in pairs:
-                network.mend(one, other)
+            for pair in pairs:
+                network.mend(*pair)
 
-        self._later(self._random.choice(LASTS_S), mend)
+        self._later(self._random.choice(LASTS_S), mend, f"mend {ways}")
 
     def _slow(self, one: str, other: str, lasts_s: float | None = None) -> None:
         way, delay_s = frozenset((one, other)), self._random.choice((0.1, 0.5, 3.0))
@@ -401,12 +400,8 @@ class FaultSchedule:
     def _disk_full(self, victim: SimMachine) -> None:
         self._tell(f"the disk of {victim.host} is full")
         victim.disk.fill_up(True)
-
-        def room() -> None:
-            self._tell(f"the disk of {victim.host} has room again")
-            victim.disk.fill_up(False)
-
-        self._later(self._random.uniform(1, 20), room)
+        room = f"the disk of {victim.host} has room again"
+        self._later(self._random.uniform(1, 20), lambda: victim.disk.fill_up(False), room)
 
     async def _person(self, kind: str) -> None:
         simulation = self._simulation
@@ -438,9 +433,13 @@ class FaultSchedule:
 
     # ------------------------------------------------------------------------------------------------------ and after
 
-    def _later(self, seconds: float, act: Callable[[], object]) -> None:
+    def _later(self, seconds: float, act: Callable[[], object], text: str = "") -> None:
+        """Act after so long; ``text``: what is told then."""
+
         async def wait() -> None:
             await asyncio.sleep(seconds)
+            if text:
+                self._tell(text)
             act()
 
         self._lasting.append(asyncio.create_task(wait()))

@@ -15,9 +15,10 @@ from typing import Any, TypeVar, cast
 
 from p2ptrain.core.checkpoints import MANIFEST, CheckpointEntry, manifest_untrusted
 from p2ptrain.core.world import Probe
-from p2ptrain.lab.sim.machine import ATTACKER, STATE_BYTES, Process, ProcessDisk, bits_of
+from p2ptrain.lab.sim.machine import ATTACKER, Process, ProcessDisk, bits_of
 from p2ptrain.lab.sim.mutations import Mutation
 from p2ptrain.lab.sim.observer import ObservedMachine, Observer
+from p2ptrain.lab.stand_in import STATE_BYTES
 from ring import member_events as ev
 from ring.coordination import Mint
 from ring.coordinator import Coordinator

@@ -29,8 +29,8 @@ class Recorded(LocalCluster):
     async def start_seed(self) -> Any:
         """Nothing to wait for."""
 
-    async def start_peer(self, name: str, slot: int, *options: str, target: str = "", attack: str = "") -> Any:
-        self.peers[name] = [*options, *filter(None, [attack])]
+    async def start_peer(self, name: str, slot: int, *options: str, target: str = "") -> Any:
+        self.peers[name] = list(options)
 
     async def wait_until_joined(self, names: list[str]) -> None:
         assert names == list(self.peers)
@@ -66,7 +66,7 @@ async def test_what_is_started_for_each_run(tmp_path: Path, monkeypatch: pytest.
     threads = ["--threads", "1"]
     assert [[*cluster.peers.values()] for cluster in Recorded.made] == [
         [[*threads, "--link", "wan"], [*threads, "--link", "wan", "--straggler", "4"]],
-        [threads, [*threads, "noise"]],
+        [threads, [*threads, "--attack", "noise"]],
         [[*threads, "--data", "stdlib/asyncio"], [*threads, "--data", "stdlib/email"]],
         [threads, threads],  # of d and e
     ]
