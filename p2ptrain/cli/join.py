@@ -133,6 +133,7 @@ class WorkerFactory:
         **capabilities: Scalar,
     ) -> MemberRun:
         from p2ptrain.cli.joining import member_options, world_of
+        from p2ptrain.lab.attacker import add_attack
         from roles.worker.build import inputs_dir, warm_up, with_data
         from roles.worker.worker import Worker
 
@@ -141,7 +142,8 @@ class WorkerFactory:
             self._doing = ""
             with context.console.during(lambda: self._doing or f"reading {own.data.path} and building the model"):
                 engine = build_engine(own, stage)
-            return self._add_attack(engine, own) if self._options.attack else engine
+            micro_batches = own.batch.micro_batches
+            return add_attack(engine, self._options.attack, micro_batches=micro_batches, seed=os.getpid())
 
         def show_step(applied: int, total: int, values: dict[str, float]) -> None:
             context.console.progress(step_line(applied, total, values), last=applied == total)
@@ -162,9 +164,3 @@ class WorkerFactory:
 
     def _show_progress(self, text: str, share: float) -> None:
         self._doing = f"{text}: {share:.0%}" if share < 1 else ""
-
-    def _add_attack(self, engine: Engine, profile: Profile) -> Engine:
-        from p2ptrain.lab.attacker import add_attack
-
-        micro_batches = profile.batch.micro_batches
-        return add_attack(engine, self._options.attack, micro_batches=micro_batches, seed=os.getpid())

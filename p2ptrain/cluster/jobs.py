@@ -204,17 +204,14 @@ def show_step(console: Console, row: MetricRow, total: int, label: str = "") -> 
     console.progress(label + step_line(row.step, total, values), last="val_loss" in values)
 
 
+_STEP_FIGURES = {"loss": "loss {:.4f}", "val_loss": "validation {:.4f}", "epsilon": "epsilon {:.2f}",
+                 "tokens_per_s": "{:,.0f} tokens/s"}  # fmt: skip
+
+
 def step_line(applied: int, total: int, values: dict[str, float]) -> str:
     """One line about a step: number, losses, speed, and where the time goes."""
     parts = [f"step {applied:>{len(str(total))}}/{total}"]
-    if (loss := values.get("loss")) is not None:
-        parts.append(f"loss {loss:.4f}")
-    if (val_loss := values.get("val_loss")) is not None:
-        parts.append(f"validation {val_loss:.4f}")
-    if (epsilon := values.get("epsilon")) is not None:
-        parts.append(f"epsilon {epsilon:.2f}")
-    if (rate := values.get("tokens_per_s")) is not None:
-        parts.append(f"{rate:,.0f} tokens/s")
+    parts += [text.format(values[name]) for name, text in _STEP_FIGURES.items() if values.get(name) is not None]
     if step_ms := values.get("step_ms"):
         shares = (
             f"{name} {100 * values.get(key, 0.0) / step_ms:.0f} %"

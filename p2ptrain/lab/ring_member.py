@@ -1,4 +1,4 @@
-"""A local worker with a listener, for benchmarks and tests of rings and chains over any network."""
+"""A local worker with a listener, for benchmarks (and tests) of rings and chains over any network."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ TIMEOUT_S = 10.0
 
 
 class LocalMember:
-    """The part of a worker that the ring needs: a listener, an ``Inbound``, and a session or a chain once formed.
-    ``problems``: errors of the listener."""
+    """The part of a worker that the ring needs: a listener, and an ``Inbound``."""
 
     def __init__(self, peer_id: str, network: Network, *, seed: int = 0) -> None:
         self.peer_id = self.name = peer_id
@@ -33,10 +32,6 @@ class LocalMember:
         self.world = World(clock=LoopClock(), network=network, disk=RealDisk(), random=jitter)
         self.inbound = Inbound()
         self.server: PeerServer | None = None
-        self.problems: list[P2PTrainError] = []
-        self._joined: list[RingSession | Chain] = []
-        self.session: RingSession  # once it is in a ring
-        self.chain: Chain
 
     async def listen(self, host: str = HOST, port: int = 0) -> int:
         self.server = await serve(
@@ -45,7 +40,7 @@ class LocalMember:
             port,
             decide=self._decide,
             serve=self.inbound.offer,
-            on_problem=lambda problem, address: self.problems.append(problem),
+            on_problem=self.on_problem,
         )
         return self.server.address[1]
 
@@ -53,27 +48,13 @@ class LocalMember:
         """As ``RingSession.form``, with small sub-chunks, so that little data needs many. ``settings``: other fields of
         the view."""
         view = replace(view, **{"sub_chunk_bytes": 64, **settings})
-        self.session = await RingSession.form(self, view, timeout_s=timeout_s)
-        self._joined.append(self.session)
-        return self.session
+        return await RingSession.form(self, view, timeout_s=timeout_s)
 
     async def form_chain(self, view: View, *, timeout_s: float = TIMEOUT_S, **options: Any) -> Chain:
-        self.chain = await Chain.form(self, view, timeout_s=timeout_s, **options)
-        self._joined.append(self.chain)
-        return self.chain
+        return await Chain.form(self, view, timeout_s=timeout_s, **options)
 
-    def die(self) -> None:
-        """Reset every connection without a message, as the kernel does for a killed process."""
-        for member in self._joined:
-            for neighbour in member.links.neighbours:
-                neighbour.abort()
-
-    async def stop(self) -> None:
-        for member in self._joined:
-            member.close()
-            await member.links.wait_closed()
-        if self.server is not None:
-            await self.server.close()
+    def on_problem(self, problem: P2PTrainError, address: object) -> None:
+        """Called with errors of the listener."""
 
     async def _decide(self, hello: Hello, connection: Connection) -> Welcome | Refuse:
         return self.inbound.decide(hello) or local_welcome(peer_id=self.peer_id, name=self.peer_id, wall=0.0)

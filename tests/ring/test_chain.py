@@ -12,11 +12,10 @@ import pytest
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, Stalled
 from p2ptrain.core.world import Network
 from p2ptrain.lab.memory import MemoryNetwork
-from p2ptrain.lab.ring_member import LocalMember
 from ring.chain import EXTRA_PATIENCE, Chain, Payload
 from ring.links import Topology
 from ring.planning.schedule import OperationKind, StageSchedule, plan_extended, plan_gpipe, plan_one_f_one_b
-from tests.ring.local import listening, local_chain, networks_apart
+from tests.ring.local import RingMember, listening, local_chain, networks_apart
 from tests.wire.doubles import on_virtual_time
 from wire.emulate import EmulatedNetwork, LinkPreset
 
@@ -47,7 +46,7 @@ async def run_step(chain: Chain, schedule: StageSchedule, step: int = 0, *, pati
     await chain.finish(patience_s=patience_s)
 
 
-async def everyone(members: list[LocalMember], act: Callable[[Chain], Coroutine[Any, Any, Any]]) -> list[Any]:
+async def everyone(members: list[RingMember], act: Callable[[Chain], Coroutine[Any, Any, Any]]) -> list[Any]:
     async with asyncio.timeout(60), asyncio.TaskGroup() as group:
         tasks = [group.create_task(act(member.chain)) for member in members]
     return [task.result() for task in tasks]

@@ -9,10 +9,10 @@ import pytest
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, Refused
 from p2ptrain.lab.memory import MemoryNetwork
-from p2ptrain.lab.ring_member import HOST, LocalMember, local_view
+from p2ptrain.lab.ring_member import HOST, local_view
 from ring.links import Inbound, Topology
 from ring.view import View
-from tests.ring.local import listening
+from tests.ring.local import RingMember, listening
 from tests.wire.doubles import on_virtual_time
 from wire.connection import Connection
 from wire.handshake import dial, local_hello
@@ -34,7 +34,7 @@ def ring_hello(peer_id: str, channel: object = "bulk", *, job: str = "job", gene
     )
 
 
-async def dial_member(member: LocalMember, hello: Hello) -> Connection:
+async def dial_member(member: RingMember, hello: Hello) -> Connection:
     port = member.server.address[1]
     connection, _ = await dial(member.world.network, HOST, port, hello, timeout_s=AT_ONCE_S)
     return connection
@@ -135,7 +135,7 @@ def test_a_hello_that_names_no_place_in_a_ring_is_refused(hello):
 
 @on_virtual_time
 async def test_a_connection_is_held_until_its_view_arrives_and_not_for_ever():
-    member = LocalMember("b", MemoryNetwork())
+    member = RingMember("b", MemoryNetwork())
     member.inbound = Inbound(hold_s=30)
     await member.listen()
     first = await dial_member(member, ring_hello("a", generation=1))
@@ -152,7 +152,7 @@ async def test_a_connection_is_held_until_its_view_arrives_and_not_for_ever():
 
 @on_virtual_time
 async def test_the_number_of_held_connections_is_bounded():
-    member = LocalMember("b", MemoryNetwork())
+    member = RingMember("b", MemoryNetwork())
     member.inbound = Inbound(max_held=2)
     await member.listen()
     held = [await dial_member(member, ring_hello(peer_id)) for peer_id in "xy"]
@@ -213,7 +213,7 @@ def test_a_place_in_a_chain_is_judged_apart_from_the_one_in_the_ring():
 
 @on_virtual_time
 async def test_one_peer_holds_one_place_whatever_it_claims():
-    member = LocalMember("b", MemoryNetwork())
+    member = RingMember("b", MemoryNetwork())
     member.inbound = Inbound(max_held=2)
     await member.listen()
     greedy = [

@@ -11,11 +11,10 @@ import pytest
 
 from p2ptrain.core.errors import ConnectionLost, ProtocolError
 from p2ptrain.lab.memory import MemoryNetwork
-from p2ptrain.lab.ring_member import LocalMember
 from ring.codecs import codec_named
 from ring.neighbours import RingBroken
 from ring.session import RingSession
-from tests.ring.local import local_ring
+from tests.ring.local import RingMember, local_ring
 from tests.wire.doubles import on_virtual_time
 from wire.job_messages import CODEC_NAMES, StepMetrics
 from wire.transport import TcpNetwork
@@ -23,7 +22,7 @@ from wire.transport import TcpNetwork
 AT_ONCE_S = 5.0  # generous for a slow machine, far below every deadline that could otherwise have ended a wait
 
 
-async def everyone(members: list[LocalMember], act: Callable[[RingSession], Coroutine[Any, Any, Any]]) -> list[Any]:
+async def everyone(members: list[RingMember], act: Callable[[RingSession], Coroutine[Any, Any, Any]]) -> list[Any]:
     """Run ``act`` on every member's session at once; results in rank order."""
     async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         tasks = [group.create_task(act(member.session)) for member in members]

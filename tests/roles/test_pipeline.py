@@ -14,12 +14,11 @@ import pytest
 from p2ptrain.core.errors import ConnectionLost, ProtocolError
 from p2ptrain.core.world import Network
 from p2ptrain.lab.memory import MemoryNetwork
-from p2ptrain.lab.ring_member import LocalMember
 from ring.chain import Payload
 from ring.planning.schedule import StageSchedule, plan_extended, plan_gpipe, plan_one_f_one_b
 from roles.compute_thread import ComputeFailed, ComputeThread
 from roles.strategies.pipeline import StageRunner, StageStep
-from tests.ring.local import local_chain
+from tests.ring.local import RingMember, local_chain
 from wire.transport import TcpNetwork
 
 from .arithmetic_part import ArithmeticPart
@@ -41,7 +40,7 @@ class Stage:
 
 
 @asynccontextmanager
-async def runners(members: Sequence[LocalMember], engines: Sequence[ArithmeticPart]) -> AsyncIterator[list[Stage]]:
+async def runners(members: Sequence[RingMember], engines: Sequence[ArithmeticPart]) -> AsyncIterator[list[Stage]]:
     threads = [ComputeThread() for _ in members]
     try:
         yield [

@@ -19,14 +19,13 @@ from hypothesis import strategies as st
 from configs.schema import Profile
 from p2ptrain.core.training import OnFinal
 from p2ptrain.lab.memory import MemoryNetwork
-from p2ptrain.lab.ring_member import LocalMember
 from p2ptrain.lab.stand_in import StandInEngine
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
 from roles.strategies.interface import ConnectPeers, Contribution
 from roles.strategies.strategy import Strategy
 from roles.strategies.sync import GradientSum, MicroBatches
-from tests.ring.local import local_ring
+from tests.ring.local import RingMember, local_ring
 
 MICRO_BATCHES = 4
 PATIENCE_S = 20.0
@@ -109,7 +108,7 @@ def submissions(session: RingSession) -> list[tuple[int, int]]:
     return seen
 
 
-def use_codec(members: list[LocalMember], codec: str) -> None:
+def use_codec(members: list[RingMember], codec: str) -> None:
     for member in members:
         member.session.view = replace(member.session.view, codec=codec)
 
@@ -272,7 +271,7 @@ async def test_what_the_codec_left_out_goes_out_later_and_is_dropped_with_the_vi
     """Over many steps with the same gradients the mean of the sums is the sum; without feedback it would not be."""
     plain = sum(Pieces.gradient(0, index, 4001) for index in range(4))[:3993]
 
-    async def sums(ring: list[LocalMember], members: list[Member], rounds: int) -> Any:
+    async def sums(ring: list[RingMember], members: list[Member], rounds: int) -> Any:
         use_codec(ring, "int4")
         for member, local in zip(members, ring, strict=True):
             member.session = local.session

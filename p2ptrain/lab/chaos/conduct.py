@@ -26,7 +26,7 @@ from p2ptrain.cluster.jobs import JobObserver
 from p2ptrain.cluster.local_cluster import LOOPBACK, LocalCluster, PeerProcess, free_port, threads_each
 from p2ptrain.core.checkpoints import CheckpointStore, verify_checkpoint
 from p2ptrain.core.disk import RealDisk
-from p2ptrain.core.errors import JobFailed, P2PTrainError, StorageError
+from p2ptrain.core.errors import JobFailed, P2PTrainError, StorageError, first_error
 from p2ptrain.lab.audit import audit
 from p2ptrain.lab.chaos import judge
 from p2ptrain.lab.chaos.judge import Action, ChaosHistory, ChaosReport, InjectedFault, InvariantResult, ObservedStep
@@ -204,43 +204,38 @@ class FaultInjector:
     console: Console
     done: list[InjectedFault] = field(default_factory=list)
     stuck: list[str] = field(default_factory=list)
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def run(self, actions: Iterable[Action], *, count: int, duration_s: float) -> None:
         """Inject ``count`` faults one at a time; if ``count`` is 0, all faults that start within ``duration_s``.
 
         Returns when the last fault is over. Raises ``P2PTrainError`` if a process cannot be started.
         """
-        began = now()
-        try:
-            for action in actions:
-                if action.number > count if count else began + duration_s <= now() + action.gap_s:
-                    break
-                await self._pause(action.gap_s)
-                is_alone = bool(count) or action.kind == "seed"
-                if is_alone:
-                    await self._settle()
-                slot = await self._take_slot(action)
-                if self._over:
-                    break
-                task = asyncio.create_task(self._inject(action, slot), name=f"fault {action.number}")
-                self._tasks.add(task)
-                if is_alone:
-                    await self._settle()
-            if not count:
-                await self._pause(began + duration_s - now())
-            await self._settle()
-        finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+        began, active = now(), set[asyncio.Task[None]]()
 
-    async def _settle(self) -> None:
-        """Wait until no fault is active. Raises what the faults raised."""
-        while self._tasks:
-            finished, self._tasks = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in finished:
-                task.result()
+        async def settle() -> None:
+            if active:
+                await asyncio.wait(active)
+                active.clear()
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for action in actions:
+                    if action.number > count if count else began + duration_s <= now() + action.gap_s:
+                        break
+                    await self._pause(action.gap_s)
+                    is_alone = bool(count) or action.kind == "seed"
+                    if is_alone:
+                        await settle()
+                    slot = await self._take_slot(action)
+                    if self._over:
+                        break
+                    active.add(tasks.create_task(self._inject(action, slot), name=f"fault {action.number}"))
+                    if is_alone:
+                        await settle()
+                if not count:
+                    await self._pause(began + duration_s - now())
+        except* P2PTrainError as problems:
+            raise first_error(problems) from None
 
     @property
     def _over(self) -> bool:

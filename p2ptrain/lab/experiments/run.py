@@ -75,16 +75,16 @@ async def measure(client: SeedClient, run: GridRun, plan: GridPlan, show: Show) 
     except Refused as refusal:
         return Result("refused", refusal.message)
     followed = FollowedJob(job_id, before, show)
-    await followed.until(client, _WAITING, None)
-    has_begun = await followed.until(client, _BEGUN, START_S)
-    in_time = has_begun and await followed.until(client, _OVER, plan.limit_s)
+    await followed.reach(client, _WAITING, None)
+    has_begun = await followed.reach(client, _BEGUN, START_S)
+    in_time = has_begun and await followed.reach(client, _OVER, plan.limit_s)
     late = f"it was {followed.description}"
     with suppress(Refused):  # it has ended
         await client.tell_job(job_id, "cancel")
     if not has_begun:
         text = f"{run}: its job did not begin within {START_S:g} s: {late}"
         raise UserError(text, remedy="start the workers that are missing, and then the experiment again")
-    await followed.until(client, _SETTLED, SETTLE_S)
+    await followed.reach(client, _SETTLED, SETTLE_S)
     info, _ = await client.job(job_id)
     rows = [row async for row in client.all_metrics(info.id)]
     recoveries = len(await client.recoveries(info.id, RECOVERIES))
@@ -160,7 +160,7 @@ _QUEUED, _WAITING, _BEGUN, _OVER, _SETTLED = range(5)
 """Phases of a job: behind another job; for workers; it had a view; no step is to come; all bytes are reported."""
 
 
-class FollowedJob:
+class FollowedJob(JobObserver):
     """The job of a run: what the seed and the job's workers report of it, and what that means for the run.
 
     Args:
@@ -173,28 +173,28 @@ class FollowedJob:
     """
 
     def __init__(self, job: str, before: Sequence[PeerInfo], show: Show) -> None:
+        super().__init__(job, on_step=self._show_step)
         self.trouble = ""
         self.memory_bytes, self.refused, self.sent_bytes = 0, dict[str, int](), {0: 0}
-        self._observer = JobObserver(job, on_step=self._show_step, on_record=self._take)
         self._show, self._unsaved = show, dict[str, str]()
         self._workers = set[str]()  # of the job
         self._active = set[str]()  # those that were seen at work
         self._sent_by = dict[str, int]()
         for peer in before:
-            self._observer.take(peer)
+            self.take(peer)
 
     @property
     def description(self) -> str:
         """Its state, and why."""
-        reason = self._observer.info.reason if self._observer.info else ""
-        return f"{self._observer.state or 'waiting'}{': ' * bool(reason)}{reason}"
+        reason = self.info.reason if self.info else ""
+        return f"{self.state or 'waiting'}{': ' * bool(reason)}{reason}"
 
     @property
     def phase(self) -> int:
-        info = self._observer.info
+        info = self.info
         if info is None or info.state == "queued":
             return _QUEUED
-        if info.state in FINISHED_STATES:
+        if self.is_finished:
             return _SETTLED if self._is_settled(info) else _OVER
         return _OVER if self.trouble else _WAITING if info.started_at is None else _BEGUN
 
@@ -204,47 +204,44 @@ class FollowedJob:
         Each was idle before it, too: so it must have been seen at work, or have sent something, unless it was alone.
         """
         were_active = self._active >= self._workers or len(self._workers) == 1 or not job.step
-        peers = self._observer.peers
-        return were_active and {peers[peer_id].state for peer_id in self._workers & peers.keys()} <= {
-            "idle",
-            *ABSENT_STATES,
-        }
+        states = {self.peers[peer_id].state for peer_id in self._workers & self.peers.keys()}
+        return were_active and states <= {"idle", *ABSENT_STATES}
 
-    async def until(self, client: SeedClient, phase: int, seconds: float | None) -> bool:
+    async def reach(self, client: SeedClient, phase: int, seconds: float | None) -> bool:
         """Wait for a phase or a later one, so long at most; return whether it came. Raises ``NetworkError``."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 if self.phase < phase:
-                    async for _ in self._observer.follow(client):
+                    async for _ in self.follow(client):
                         if self.phase >= phase:
                             break
         return self.phase >= phase
 
     def _show_step(self, row: MetricRow) -> None:
-        total = self._observer.info.steps_total if self._observer.info else 0
+        total = self.info.steps_total if self.info else 0
         self._show(f"step {row.step}/{total}" + ("" if row.loss is None else f"  loss {row.loss:.3f}"))
 
-    def _take(self, record: Record) -> None:
-        job, info = self._observer.job, self._observer.info
+    def take(self, record: Record) -> None:
+        super().take(record)
+        info, peers = self.info, self.peers
         match record:
-            case JobInfo() if record.id == job:
+            case JobInfo() if record.id == self.job:
                 self._workers.update(record.members)
                 if not record.step:
                     self._show(self.description)
-            case EventInfo() if record.job == job and record.kind == "member-failed":
+            case EventInfo() if record.job == self.job and record.kind == "member-failed":
                 self.trouble = self.trouble or record.text
-            case EventInfo() if record.job == job and record.kind == "checkpoint-failed":
+            case EventInfo() if record.job == self.job and record.kind == "checkpoint-failed":
                 self._unsaved[record.peer] = record.text
             case PeerInfo():
                 self._take_peer(record)
         if info is not None and info.state == "saving":
-            peers = self._observer.peers
             there = [peer_id for peer_id in self._workers & peers.keys() if peers[peer_id].state not in ABSENT_STATES]
             if there and all(f"step {info.step}:" in self._unsaved.get(peer, "") for peer in there):
                 self.trouble = self.trouble or self._unsaved[there[0]]  # each has tried to save the result
 
     def _take_peer(self, peer: PeerInfo) -> None:
-        if peer.job == self._observer.job:
+        if peer.job == self.job:
             self._workers.add(peer.id)
         if peer.state in ABSENT_STATES:  # it says nothing now
             return
@@ -255,6 +252,6 @@ class FollowedJob:
         self.refused[peer.id] = max(self.refused.get(peer.id, 0), peer.refused)
         more = peer.sent_bytes - known if peer.sent_bytes >= known else peer.sent_bytes  # a new process
         if more:
-            self.sent_bytes[self._observer.step] = max(self.sent_bytes.values()) + more
+            self.sent_bytes[self.step] = max(self.sent_bytes.values()) + more
         if more or peer.state != "idle":
             self._active.add(peer.id)
