@@ -279,11 +279,7 @@ def generate(
 
 
 @app.command(hidden=True)
-def member(
-    rank: int,
-    size: int,
-    with_parent: Annotated[bool, option("--with-parent", hidden=True)] = False,
-) -> None:
+def member(rank: int, size: int) -> None:
     """One process of a benchmark: carries out the orders on its standard input."""
     from p2ptrain.lab.bench.member import run_member
 

@@ -58,7 +58,7 @@ class Bench:
         children: list[PeerProcess] = []
         try:
             for rank in range(count):
-                arguments = ["bench", "member", str(rank), str(count), "--with-parent"]
+                arguments = ["bench", "member", str(rank), str(count)]
                 name = f"member {rank}"
                 log = self.root / f"{name}-{len(os.listdir(self.root))}.log"
                 environment = _environment(threads)
