@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -29,7 +29,7 @@ from p2ptrain.core.tensor_files import TensorTable
 from p2ptrain.core.texts import human_bytes
 from roles.background import Background
 from roles.compute_thread import ComputeThread
-from roles.drafter.draft_server import MAX_SESSIONS, DraftingModel, DraftServer
+from roles.drafter.draft_server import MAX_SESSIONS, DraftServer
 from roles.member import ServingMember
 from roles.serving.chain import LOOK_S, PoolUpdater
 from roles.serving.local_model import LocalModel, load_local_engine
@@ -106,7 +106,8 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
             role="verifier",
         )
         if options.split is None:
-            opened = _local_model(member, options, directory, compute, sessions, console)
+            most = 2 * sessions + 1  # running ones, and ones kept for the next question
+            opened: AbstractAsyncContextManager[ServedModel] = _local_model(member, options, compute, most, console)
         else:
             opened = split_model(member, context, options, text, sessions, console)
         model = await stack.enter_async_context(opened)
@@ -162,25 +163,18 @@ def _prepare_torch(directory: Path, threads: int) -> None:
 
 @asynccontextmanager
 async def _local_model(
-    member: ServingMember,
-    options: JoinOptions,
-    directory: Path,
-    compute: ComputeThread,
-    sessions: int,
-    console: Console,
-) -> AsyncIterator[ServedModel]:
-    engine, context = await load_local_engine(
-        directory, compute, device=options.device or "auto", dtype=options.dtype, on_bytes=console.loading
-    )
-    console.clear()
-    model = LocalModel(
-        engine,
-        compute,
-        member.world.clock,
-        context=context,
-        max_sessions=2 * sessions + 1,  # running ones, and ones kept for the next question
-        cache_bytes=cache_bytes(options.memory_bytes, directory, engine.encoding, engine.weights_bytes),
-    )
+    member: ServingMember, options: JoinOptions, compute: ComputeThread, most_sessions: int, console: Console
+) -> AsyncIterator[LocalModel]:
+    directory, device = options.model_directory, options.device or "auto"
+    try:
+        engine, context = await load_local_engine(
+            directory, compute, device=device, dtype=options.dtype, on_bytes=console.loading
+        )
+    finally:
+        console.clear()
+    left_bytes = cache_bytes(options.memory_bytes, directory, engine.encoding, engine.weights_bytes)
+    limits = {"max_sessions": most_sessions, "cache_bytes": left_bytes}
+    model = LocalModel(engine, compute, member.world.clock, context=context, **limits)
     try:
         yield model
     finally:
@@ -306,36 +300,19 @@ def _describe_serving(service: VerifierService, model: ServedModel, tokenizer: s
 
 
 async def _draft(member: ServingMember, options: JoinOptions, console: Console) -> None:
-    compute = ComputeThread(member.world.threads)
-    try:
-        drafting = await _small_model(options, compute, console)
-        drafter = DraftServer(
-            member.world,
-            compute,
-            drafting,
-            most_sessions=options.sessions or MAX_SESSIONS,
-            on_news=lambda text: console.event("info", text),
-        )
-        member.answer("draft", drafter.serve, judge=drafter.decide)
-        member.serves(drafter.describe)
-        known = f", {drafting.context} tokens of context" if drafting.context else ""
-        where = f" on {drafting.engine.device} in {drafting.engine.encoding}"
-        member.notify("info", "serving", f"{drafting.name} drafts{where}{known}")
-        try:
-            await asyncio.Event().wait()  # until the member leaves
-        finally:
-            await drafter.close()
-    finally:
-        console.clear()
-        compute.close()
-
-
-async def _small_model(options: JoinOptions, compute: ComputeThread, console: Console) -> DraftingModel:
     directory = options.model_directory
     tokenizer = Tokenizer.of_directory(directory)  # fail before loading anything
-    await compute.run(_prepare_torch, directory, options.threads)
-    engine, context = await load_local_engine(
-        directory, compute, device=options.device or "auto", dtype=options.dtype, on_bytes=console.loading
-    )
-    limit_bytes = cache_bytes(options.memory_bytes, directory, engine.encoding, engine.weights_bytes)
-    return DraftingModel(engine, model_name(directory), context or 0, tokenizer.digest, limit_bytes)
+    async with AsyncExitStack() as stack:
+        compute = ComputeThread(member.world.threads)
+        stack.callback(compute.close)
+        await compute.run(_prepare_torch, directory, options.threads)
+        opened = _local_model(member, options, compute, options.sessions or MAX_SESSIONS, console)
+        model = await stack.enter_async_context(opened)
+        name, on_news = model_name(directory), partial(console.event, "info")
+        drafter = DraftServer(member.world, model, name, tokenizer.digest, on_news=on_news)
+        stack.push_async_callback(drafter.close)
+        member.answer("draft", drafter.serve, judge=drafter.decide)
+        member.serves(drafter.describe)
+        known = f", {model.context} tokens of context" if model.context else ""
+        member.notify("info", "serving", f"{name} drafts on {model.engine.device} in {model.dtype}{known}")
+        await asyncio.Event().wait()  # until the member leaves

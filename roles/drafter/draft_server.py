@@ -21,7 +21,6 @@ from p2ptrain.core.serving import Sampling
 from p2ptrain.core.texts import printable, shortened
 from p2ptrain.core.world import World
 from roles.background import Background
-from roles.compute_thread import ComputeThread
 from roles.drafter.drafting import (
     ENGINE,
     FULL,
@@ -35,7 +34,6 @@ from roles.drafter.drafting import (
     sampling_untrusted,
     verdict_untrusted,
 )
-from roles.engine import StageEngine
 from roles.gauges import MovingAverage, Rate
 from roles.line import QUIET_S, Line
 from roles.serving.local_model import LocalModel, LocalSession
@@ -51,22 +49,6 @@ BEAT_S = 0.5
 """Interval of heartbeats to a verifier that has not told its silence limit yet."""
 SHARED_PIECE = 256
 """Positions of a prompt that are processed at a time while there are other sessions."""
-
-
-@dataclass(frozen=True, slots=True)
-class DraftingModel:
-    """What a drafter drafts with.
-
-    Attributes:
-        name: for people. context: positions that it knows; 0: unlimited or unknown. tokenizer: a digest.
-        limit_bytes: limit of the caches of all sessions together; 0: none.
-    """
-
-    engine: StageEngine
-    name: str
-    context: int = 0
-    tokenizer: str = ""
-    limit_bytes: int = 0
 
 
 @dataclass(eq=False)
@@ -136,6 +118,7 @@ class DraftServer:
     """See the module's docstring.
 
     Args:
+        name: of the model, for people. tokenizer: its digest.
         on_news: gets lines for people about verifiers that come and go.
 
     Attributes:
@@ -145,18 +128,15 @@ class DraftServer:
     def __init__(
         self,
         world: World,
-        compute: ComputeThread,
-        drafting: DraftingModel,
+        model: LocalModel,
+        name: str,
+        tokenizer: str,
         *,
-        most_sessions: int = MAX_SESSIONS,
         on_news: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._drafting = drafting
+        self._model, self._name, self._tokenizer = model, name, tokenizer
         self._on_news = on_news
         self.gauge = Gauge()
-        self._model = LocalModel(
-            drafting.engine, compute, world.clock, max_sessions=most_sessions, cache_bytes=drafting.limit_bytes
-        )
         self._now = world.clock.now
         self._callers: set[_Caller] = set()
         self._sessions: set[_Session] = set()
@@ -168,8 +148,8 @@ class DraftServer:
 
     def describe(self) -> Serving:
         """What the seed lists of this drafter."""
-        model, stats = self._drafting, self.gauge.figures(self._now())
-        return Serving(model.name, self._model.vocab_size, model.context, model.tokenizer, "", self.sessions, stats)
+        model, stats = self._model, self.gauge.figures(self._now())
+        return Serving(self._name, model.vocab_size, model.context or 0, self._tokenizer, "", self.sessions, stats)
 
     async def close(self) -> None:
         """End all sessions. The connections are closed by whoever accepted them."""
@@ -232,7 +212,7 @@ class DraftServer:
         data = await caller.line.receive_bulk(ID_BYTES * opening.count, stream=stream)
         ids = ids_untrusted(data, vocab_size=opening.vocab_size)
         core = DraftedText(ids, prompt=opening.prompt, positions=opening.positions, depth=opening.depth)
-        positions = min(opening.positions, self._drafting.context or opening.positions)
+        positions = min(opening.positions, self._model.context or opening.positions)
         session = _Session(stream, caller, core, opening, sampling, positions)
         caller.sessions[stream] = session
         self._sessions.add(session)
@@ -281,10 +261,10 @@ class DraftServer:
 
     async def _draft(self, session: _Session) -> None:
         """Compute what the core wants, until the session is closed or fails."""
-        drafting, opening = self._drafting, session.opening
+        opening = session.opening
         try:
-            if opening.tokenizer != drafting.tokenizer:  # vocabularies may be padded differently
-                text = f"{drafting.name} has another tokenizer than the verifier's model"
+            if opening.tokenizer != self._tokenizer:  # vocabularies may be padded differently
+                text = f"{self._name} has another tokenizer than the verifier's model"
                 raise Refused(OTHER_TOKENIZER, text, remedy="draft with a model of the same family")
             if session.positions <= opening.count:
                 raise self._too_long(opening.count)
@@ -330,5 +310,5 @@ class DraftServer:
                 return result.tokens
 
     def _too_long(self, size: int) -> Refused:
-        text = f"{size} tokens are too many: {self._drafting.name} has a context of {self._drafting.context}"
+        text = f"{size} tokens are too many: {self._name} has a context of {self._model.context}"
         return Refused(TOO_LONG, text, remedy="draft with a model of a longer context")

@@ -17,10 +17,11 @@ from p2ptrain.core.serving import Pass, Ran, Sampling
 from p2ptrain.core.threads import LoopThreads, RealThreads, Threads
 from p2ptrain.core.world import LoopClock, Network, World
 from roles.compute_thread import ComputeThread
-from roles.drafter.draft_server import DraftingModel, DraftServer
+from roles.drafter.draft_server import MAX_SESSIONS, DraftServer
 from roles.drafter.drafting import DraftVerdict, verdict_untrusted
 from roles.engine import StageEngine
 from roles.line import Line
+from roles.serving.local_model import LocalModel
 from roles.serving.model import Decoding, DecodingStats
 from roles.serving.text_stats import DrafterFacts
 from roles.serving.worker_peer import ClientContext
@@ -76,6 +77,17 @@ def whole(*, config: str = CONFIG, layers: int = LAYERS, seed: int = 1, **option
     return stand_in_part(config, 0, layers, seed=seed, **options)
 
 
+@dataclass(frozen=True)
+class DraftingModel:
+    """What a drafter drafts with. ``limit_bytes``: of the caches of all sessions together; 0: none."""
+
+    engine: Any
+    name: str
+    context: int = 0
+    tokenizer: str = ""
+    limit_bytes: int = 0
+
+
 @dataclass
 class DrafterHost:
     """One drafter. It goes by its host's name and listens on ``PORT``, or on any port of ``host``, with real threads.
@@ -112,7 +124,9 @@ class DrafterHost:
             threads.call_s["compute"] = self.step_s
         world = World(LoopClock(), self.network, RealDisk(), random.Random(1), threads)
         self._compute = ComputeThread(threads)
-        self.drafter = DraftServer(world, self._compute, self.serves, **self.options)
+        own, limits = self.serves, {"max_sessions": MAX_SESSIONS, "cache_bytes": self.serves.limit_bytes} | self.options
+        model = LocalModel(own.engine, self._compute, world.clock, context=own.context or None, **limits)
+        self.drafter = DraftServer(world, model, own.name, own.tokenizer)
         self.server: PeerServer = await serve(
             self.network,
             self.host or "0.0.0.0",

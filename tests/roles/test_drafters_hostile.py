@@ -279,7 +279,7 @@ async def test_an_invalid_message_of_a_verifier_ends_its_connection(name: str) -
     ("opening", "options", "code", "text"),
     [
         (replace(OPENING, tokenizer="another"), {}, "other-tokenizer", "another tokenizer"),
-        (OPENING, {"most_sessions": 1}, "full", "1 sessions are open"),
+        (OPENING, {"max_sessions": 1}, "full", "1 sessions are open"),
         (OPENING, {"serves": model_serves(Wobbly(1.0), limit_bytes=70 * 4 * 8 * 3)}, "full", "leave too little"),
     ],
 )
@@ -336,7 +336,7 @@ async def test_an_engine_that_fails_ends_that_session_with_its_reason() -> None:
 
 
 async def test_callers_and_their_sessions_are_bounded() -> None:
-    async with drafter_beside(most_sessions=5) as (network, _):
+    async with drafter_beside(max_sessions=5) as (network, _):
         hello = local_hello(peer_id="v", name="v", roles=["verifier"], purpose="draft")
         dialled = [await dial(network.at("v"), "d", PORT, hello, timeout_s=5) for _ in range(MAX_CALLERS - 1)]
         with pytest.raises(P2PTrainError, match=f"{MAX_CALLERS} verifiers"):
