@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,9 +37,9 @@ from p2ptrain.cli.runtime import (
     takes_options,
 )
 from p2ptrain.cli.text_options import CheckpointOption, DtypeOption, check_dtype, newest_in
-from p2ptrain.cluster.console import Console, stoppable
+from p2ptrain.cluster.console import Console, stoppable, unless_stopped
 from p2ptrain.cluster.jobs import UNSAVED, JobSummary
-from p2ptrain.cluster.local_cluster import own_texts
+from p2ptrain.cluster.local_cluster import LocalCluster, own_texts
 from p2ptrain.cluster.running import default_state_dir
 from p2ptrain.core.errors import EXIT_INTERRUPTED, JobFailed, StorageError, UserError
 from p2ptrain.core.texts import human_seconds, size_of
@@ -47,7 +48,6 @@ from wire.emulate import preset_named
 
 if TYPE_CHECKING:
     from configs.schema import Profile
-    from p2ptrain.cluster.split_model import SplitPlan
     from p2ptrain.cluster.training_run import ServedPair, TrainingPlan
     from roles.serving.chain import StageChain
 
@@ -95,6 +95,9 @@ class UpOptions:
     @property
     def web_place(self) -> tuple[str, int] | None:
         return host_and_port("--web", self.web, WEB_EXAMPLE)
+
+    def cluster(self) -> LocalCluster:
+        return LocalCluster(self.root, self.port, web=self.web_place, announce=True)
 
 
 @takes_options(UpOptions)
@@ -161,22 +164,20 @@ def _train(options: UpOptions) -> None:
         options.profile,
         profile,
         options.workers,
-        options.root,
-        options.port,
         options.new,
         link,
         http,
         None if options.api_keys is None else options.api_keys.absolute(),
         own_texts(profile, options.workers, options.data),
         options.straggler,
-        options.web_place,
     )
 
     async def work() -> JobSummary | None:
         console, stop = stoppable()
         console.quiet = options.as_json
         full_screen = not options.plain and not options.as_json and at_terminal()
-        return await train(plan, console, stop, lambda pair: _print_pair(pair, plan, options), full_screen=full_screen)
+        show = partial(_print_pair, options)
+        return await train(plan, options.cluster(), console, stop, show, full_screen=full_screen)
 
     outcome = run(work(), children=True)
     if outcome is not None:
@@ -199,9 +200,9 @@ def _check_fits(profile: Profile, options: UpOptions) -> None:
         predict(method_of(profile, shape, options.workers), cluster, Calibration(1.0, 0.0, 0.0))
 
 
-def _print_pair(pair: ServedPair, plan: TrainingPlan, options: UpOptions) -> None:
+def _print_pair(options: UpOptions, pair: ServedPair) -> None:
     if options.as_json:
-        where = {"state": "serving", "seed": pair.seed, "directory": str(plan.root), "http": pair.http}
+        where = {"state": "serving", "seed": pair.seed, "directory": str(options.root), "http": pair.http}
         print_json({**where, **pair.models})
         return
     rows = []
@@ -264,8 +265,8 @@ def _print_next(summary: JobSummary, profile: Profile) -> None:
 
 
 def _hold(options: UpOptions, stages: int) -> None:
-    from p2ptrain.cluster.models import config_text
-    from p2ptrain.cluster.split_model import SplitPlan, hold_model
+    from p2ptrain.cluster.models import SplitOptions, config_text
+    from p2ptrain.cluster.split_model import hold_model
 
     if options.http or options.api_keys is not None:
         raise UserError("--http needs a verifier, and --split starts none", remedy="leave one of them out")
@@ -281,36 +282,29 @@ def _hold(options: UpOptions, stages: int) -> None:
     check_dtype(options.dtype)
     checkpoint = newest_in(options.checkpoint, download=options.download).absolute()
     config_text(checkpoint, stages)
-    plan = SplitPlan(
-        stages,
-        options.spare,
-        checkpoint,
-        options.memory,
-        options.dtype,
-        options.root,
-        options.port,
-        options.link,
-        options.web_place,
-    )
 
     async def work() -> None:
         console, stop = stoppable()
-        await hold_model(plan, console, stop, lambda chain, seed: _print_held(chain, seed, plan, options))
+        cluster = options.cluster()
+        split, workers = SplitOptions(stages, options.dtype), stages + options.spare
+        show = partial(_print_held, cluster, checkpoint, options)
+        limits = {"memory": options.memory, "link": options.link}
+        await unless_stopped(stop, hold_model(cluster, checkpoint, split, workers, console, show, **limits))
 
     run(work(), children=True)
 
 
-def _print_held(chain: StageChain, seed: str, plan: SplitPlan, options: UpOptions) -> None:
+def _print_held(cluster: LocalCluster, checkpoint: Path, options: UpOptions, chain: StageChain) -> None:
     from p2ptrain.cli.placement import placement_map, print_prediction, print_split_facts, split_facts
 
-    placement, facts = chain.plan.placement, split_facts(chain)
+    placement, facts, seed = chain.plan.placement, split_facts(chain), cluster.address
     if options.as_json:
-        where = {"seed": seed, "state": str(plan.root), "checkpoint": str(plan.checkpoint), "workers": plan.workers}
+        where = {"seed": seed, "state": str(cluster.root), "checkpoint": str(checkpoint), "workers": len(cluster.peers)}
         print_json({**where, "split": facts, "plan": placement_map(placement)})
         return
     print_split_facts(facts)
     print_prediction(placement)
-    words = f"--split {plan.stages} -c {plan.checkpoint}" + f" --dtype {plan.dtype}" * bool(plan.dtype)
+    words = f"--split {options.split} -c {checkpoint}" + f" --dtype {options.dtype}" * bool(options.dtype)
     words += f" --seed {seed}" * (not seed.endswith(f":{DEFAULT_PORT}"))
     typer.echo("\nThe model is loaded and stays loaded. From another terminal:\n")
     typer.echo(f'  p2ptrain generate "Once upon a time" {words}')

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from p2ptrain.cluster.access import open_operator, operator_name
-from p2ptrain.cluster.console import Console, unless_stopped
+from p2ptrain.cluster.console import Console
 from p2ptrain.cluster.local_cluster import LocalCluster, threads_each
 from p2ptrain.cluster.models import SplitOptions, check_stages, config_text
 from p2ptrain.cluster.running import default_state_dir
@@ -214,61 +214,44 @@ async def _text_of(pool: WorkerPool, model: ModelReference, directory: Path) -> 
 # ------------------------------------------------------------------------------------------- workers of this machine
 
 
-@dataclass(frozen=True, slots=True)
-class SplitPlan:
-    """Workers of this machine that hold a split model. ``spares``: additional workers, which replace workers that
-    die."""
-
-    stages: int
-    spares: int
-    checkpoint: Path
-    memory: str
-    dtype: str
-    root: Path
-    port: int
-    link: str
-    web: tuple[str, int] | None = None
-
-    @property
-    def workers(self) -> int:
-        return self.stages + self.spares
-
-
 async def hold_model(
-    plan: SplitPlan, console: Console, stop: asyncio.Event, on_loaded: Callable[[StageChain, str], object]
+    cluster: LocalCluster,
+    checkpoint: Path,
+    split: SplitOptions,
+    workers: int,
+    console: Console,
+    on_loaded: Callable[[StageChain], object],
+    **options: str,
 ) -> None:
-    """Start a seed and workers, load the model, and wait until ``stop`` is set. Raises ``P2PTrainError``.
+    """Start a seed and workers, load the model, and wait until cancelled. Raises ``P2PTrainError``.
 
-    ``on_loaded``: called with the model, and the seed's address.
+    Args:
+        workers: more than there are stages: spares, which replace workers that die.
+        options: of each worker, as in ``LocalCluster.start_workers``.
     """
-    cluster = LocalCluster(plan.root, plan.port, web=plan.web, announce=True)
-
-    async def work() -> None:
+    try:
         await cluster.start_seed()
         if cluster.url:
             console.event("info", f"watch in a browser: {cluster.url}")
-        threads = threads_each(plan.stages)  # stages compute at once; a spare only in place of a lost one
-        await cluster.start_workers(plan.workers, threads=threads, memory=plan.memory, link=plan.link)
-        console.event("info", cluster.start_notice(plan.workers))
+        threads = threads_each(split.stages or workers)  # stages compute at once; a spare only in place of a lost one
+        await cluster.start_workers(workers, threads=threads, **options)
+        console.event("info", cluster.start_notice(workers))
         await cluster.wait_until_joined(list(cluster.peers))
-        workers, options = list(cluster.peers.values()), SplitOptions(plan.stages, plan.dtype)
-        found = plan_split(options, plan.checkpoint, "", cluster.address, conversation_positions, console)
-        async with found as split:
-            chain = await cluster.while_alive(split.load(), needed=[cluster.seed, *workers])
+        peers = list(cluster.peers.values())
+        found = plan_split(split, checkpoint, "", cluster.address, conversation_positions, console)
+        async with found as plan:
+            chain = await cluster.while_alive(plan.load(), needed=[cluster.seed, *peers])
             try:
-                on_loaded(chain, cluster.address)
+                on_loaded(chain)
                 await cluster.while_alive(
                     asyncio.Event().wait(),
                     needed=[cluster.seed],
-                    others=workers,
+                    others=peers,
                     least=1,
                     on_end=lambda child: console.event("warning", child.failure().message),
                 )
             finally:
                 await within(LEAVE_S, chain.close())
-
-    try:
-        await unless_stopped(stop, work())
     finally:
         console.finish()
         await cluster.end()

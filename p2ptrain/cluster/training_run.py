@@ -52,7 +52,6 @@ class TrainingPlan:
     """A training run and, if the profile has a drafter, the serving of both models.
 
     Attributes:
-        web: where the seed answers HTTP; None: nowhere.
         http: where the verifier answers HTTP requests. api_keys: an absolute path; None: no key is needed.
         texts: of each worker, for private data; empty: the profile's.
         straggler: the last worker computes so many times slower.
@@ -61,15 +60,12 @@ class TrainingPlan:
     profile_name: str
     profile: Profile
     workers: int
-    root: Path
-    port: int
     new: bool
     link: str
     http: tuple[str, int] | None = None
     api_keys: Path | None = None
     texts: tuple[str, ...] = ()
     straggler: float = 1.0
-    web: tuple[str, int] | None = None
 
     @property
     def is_pair(self) -> bool:
@@ -95,14 +91,14 @@ class ServedPair:
 
 async def train(
     plan: TrainingPlan,
+    cluster: LocalCluster,
     console: Console,
     stop: asyncio.Event,
     on_served: Callable[[ServedPair], object],
     *,
     full_screen: bool = False,
-    cluster: LocalCluster | None = None,
 ) -> JobSummary | None:
-    """Train the models that are not trained yet; serve a pair until ``stop`` is set. ``cluster``: None: make one.
+    """Train the models that are not trained yet; serve a pair until ``stop`` is set. At the end ``cluster`` is ended.
 
     Returns:
         The summary of the job; for a pair, both by role and an overall ``state``. None if both models were served.
@@ -116,7 +112,7 @@ async def train(
         from roles.verifier.http_app import check_place
 
         await check_place(*plan.http, plan.api_keys)  # fail before the training, not after it
-    run = TrainingRun(plan, console, on_served, cluster)
+    run = TrainingRun(plan, cluster, console, on_served)
     try:
         await run.begin()
         run.view = FullScreenView(run.cluster.port) if full_screen else None
@@ -146,13 +142,9 @@ class TrainingRun:
     """
 
     def __init__(
-        self,
-        plan: TrainingPlan,
-        console: Console,
-        on_served: Callable[[ServedPair], object],
-        cluster: LocalCluster | None = None,
+        self, plan: TrainingPlan, cluster: LocalCluster, console: Console, on_served: Callable[[ServedPair], object]
     ) -> None:
-        self.cluster = cluster or LocalCluster(plan.root, plan.port, web=plan.web, announce=True)
+        self.cluster = cluster
         self.view: FullScreenView | None = None
         self._plan, self._console, self._on_served = plan, console, on_served
         self._workers: list[PeerProcess] = []
@@ -180,7 +172,7 @@ class TrainingRun:
         self._client = client = await self.cluster.connect()
         profiles = [profile for _, profile in plan.models().values()]
         lengthened = dict[str, tuple[str, int]]()
-        unfinished = await resume_unfinished(client, profiles, plan.root, cancel_others=plan.new)
+        unfinished = await resume_unfinished(client, profiles, self.cluster.root, cancel_others=plan.new)
         for role, (name, profile) in plan.models().items():
             job = unfinished.get(profile.to_spec(), "")
             if job:
@@ -220,7 +212,7 @@ class TrainingRun:
                 self._console.event("info", f"{text}; it goes on to step {profile.job.steps:,}")
                 return job.id
             raise UserError(
-                f"{self._plan.root}: {text}, more than job.steps = {profile.job.steps:,}",
+                f"{self.cluster.root}: {text}, more than job.steps = {profile.job.steps:,}",
                 remedy="--new begins another one at step 0",
             )
         return ""
@@ -368,7 +360,7 @@ class TrainingRun:
 
     async def _name_others(self) -> None:
         """Name the jobs that were created meanwhile, and that are not over."""
-        own, state = {observer.job for observer in self._observers.values()}, quote(str(self._plan.root))
+        own, state = {observer.job for observer in self._observers.values()}, quote(str(self.cluster.root))
         with suppress(P2PTrainError):  # the seed may be lost
             for job in await self.client.jobs():
                 if job.state not in FINISHED_STATES and job.id not in own:

@@ -104,10 +104,10 @@ class Machine:
     ) -> Any:
         """One ``p2ptrain up``, to its end."""
         self.stop, self.serving, self.servers, self.started = asyncio.Event(), asyncio.Event(), {}, 0
-        plan = TrainingPlan("pair", profile, 1, self.root, self.port, new, "", http, api_keys)
+        plan = TrainingPlan("pair", profile, 1, new, "", http, api_keys)
         async with asyncio.timeout(DEADLINE_S):
             console = console or Console(quiet=as_json)
-            return await train(plan, console, self.stop, self.tell, cluster=PlayedCluster(self))
+            return await train(plan, PlayedCluster(self), console, self.stop, self.tell)
 
 
 class PlayedCluster(LocalCluster):
@@ -148,8 +148,8 @@ async def test_end_of_a_worker_is_named_while_the_others_train(
             work.close()
             on_end(PeerProcess("worker-2", cast(Any, SimpleNamespace(returncode=-9)), tmp_path / "log", 0))
 
-    plan = TrainingPlan("tiny", load_settings("tiny", {}), 2, tmp_path, 1, False, "")
-    run = TrainingRun(plan, Console(), lambda pair: None, Dying(tmp_path))
+    plan = TrainingPlan("tiny", load_settings("tiny", {}), 2, False, "")
+    run = TrainingRun(plan, Dying(tmp_path), Console(), lambda pair: None)
     run._observers = {"": JobObserver("job")}
     run.cluster._seed = cast(Any, object())
     await run.work()
@@ -159,8 +159,8 @@ async def test_end_of_a_worker_is_named_while_the_others_train(
 async def test_progress_of_a_long_build_is_shown_on_plain_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = TrainingPlan("tiny", load_settings("tiny", {}), 2, tmp_path, 1, False, "")
-    run = TrainingRun(plan, Console(), lambda pair: None, LocalCluster(tmp_path))
+    plan = TrainingPlan("tiny", load_settings("tiny", {}), 2, False, "")
+    run = TrainingRun(plan, LocalCluster(tmp_path), Console(), lambda pair: None)
     run._report_news(EventInfo(1, 9.0, "info", "building", "tokenizing books: 15%"), began=5.0)
     run._report_news(EventInfo(2, 9.0, "info", "peer-joined", "worker-1 joined"), began=5.0)
     shown = capsys.readouterr().err
