@@ -13,7 +13,7 @@ from p2ptrain.cluster.jobs import step_line
 
 if TYPE_CHECKING:
     from configs.schema import Profile
-    from p2ptrain.cli.joining import MemberRun, ProcessContext, SeedRoute
+    from p2ptrain.cli.joining import JoinContext, MemberRun
     from p2ptrain.cluster.island import FormedIsland, IslandOptions
     from roles.engine import Engine, Stage
     from roles.worker.context import BuildEngine
@@ -79,10 +79,8 @@ async def _work(options: JoinOptions, island: IslandOptions | None) -> None:
         return
     lead = LeadIsland(island, options.root / "logs")
 
-    def make_island(context: ProcessContext, route: SeedRoute) -> MemberRun:
-        return partial(
-            lead.run, context.identity.name, context.console, partial(factory.make_in_island, context, route)
-        )
+    def make_island(context: JoinContext) -> MemberRun:
+        return partial(lead.run, context.identity.name, context.console, partial(factory.make_in_island, context))
 
     try:
         await run_member(options, make_island)
@@ -103,7 +101,7 @@ class WorkerFactory:
         options = self._options
         return build_holding(device=options.device, threads=options.threads, memory_bytes=options.memory_bytes)
 
-    def make(self, context: ProcessContext, route: SeedRoute) -> MemberRun:
+    def make(self, context: JoinContext) -> MemberRun:
         """A worker of one process. It also holds parts of models."""
         from roles.worker.build import engine_builder
 
@@ -114,20 +112,19 @@ class WorkerFactory:
             memory_bytes=options.memory_bytes,
             on_progress=self._show_progress,
         )
-        return self._worker(context, route, build_engine, self._parts, parts_memory_bytes=self._parts.limit_bytes)
+        return self._worker(context, build_engine, self._parts, parts_memory_bytes=self._parts.limit_bytes)
 
-    def make_in_island(self, context: ProcessContext, route: SeedRoute, formed: FormedIsland) -> MemberRun:
+    def make_in_island(self, context: JoinContext, formed: FormedIsland) -> MemberRun:
         """The worker that an island is; this process leads it."""
         from roles.worker.build import island_builder
 
         island, device = formed
         build_engine = island_builder(island, device, self._options.memory_bytes)
-        return self._worker(context, route, build_engine, None, parts_memory_bytes=NO_PARTS_BYTES, device=island.label)
+        return self._worker(context, build_engine, None, parts_memory_bytes=NO_PARTS_BYTES, device=island.label)
 
     def _worker(
         self,
-        context: ProcessContext,
-        route: SeedRoute,
+        context: JoinContext,
         build_engine: BuildEngine,
         parts: Holding | None,
         **capabilities: Scalar,
@@ -149,14 +146,14 @@ class WorkerFactory:
             context.console.progress(step_line(applied, total, values), last=applied == total)
 
         return Worker(
-            world_of(self._options, route),
+            world_of(self._options, context),
             context.identity,
-            member_options(self._options, route, threads=self._options.threads, **capabilities),
+            member_options(self._options, context, threads=self._options.threads, **capabilities),
             build_engine=build,
             warm_up=warm_up,
             notify=context.notify,
             on_step=show_step,
-            membership=route.access.member,
+            membership=context.access.member,
             holding=parts,
             build_progress=lambda: self._doing,
             inputs_dir=inputs_dir,

@@ -36,22 +36,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class SeedRoute:
-    """A way to the seed, and where to listen. ``others``: seeds to try if this one is lost."""
+class JoinContext:
+    """What this process joins with: its identity, its terminal, a way to the seed, and where to listen. ``others``:
+    seeds to try if this one is lost."""
 
+    identity: Identity
+    console: Console
     access: Access
     listen: tuple[str, int | None]
     others: tuple[tuple[str, int], ...]
     retry_time_s: RetryTimeS
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessContext:
-    """This process: its identity, and its terminal."""
-
-    identity: Identity
-    console: Console
-    stop: asyncio.Event
 
     def notify(self, level: str, kind: str, text: str) -> None:
         self.console.event(level, text)
@@ -59,10 +53,9 @@ class ProcessContext:
 
 MemberRun: TypeAlias = "Callable[[asyncio.Event], Coroutine[Any, Any, None]]"
 """Runs until the event is set."""
-MakeMember: TypeAlias = "Callable[[ProcessContext, SeedRoute], MemberRun]"
 
 
-async def run_member(options: JoinOptions, make: MakeMember) -> None:
+async def run_member(options: JoinOptions, make: Callable[[JoinContext], MemberRun]) -> None:
     """Claim a slot, find the seed, and run what ``make`` returns until Ctrl+C.
 
     ``make`` is called again if the seed needs this process to listen elsewhere, or to join afresh.
@@ -73,7 +66,6 @@ async def run_member(options: JoinOptions, make: MakeMember) -> None:
     console, stop = stoppable(with_parent=options.with_parent)
     base, role, targets = _network(options.link), options.role, options.targets
     identity = claim(RealDisk(), options.root, role=role, name=options.name, slot=options.slot)
-    process = ProcessContext(identity, console, stop)
     places = [place_of(target) for target in targets]
     caller = Caller(role, identity.directory / "credentials", [options.root, default_state_dir()], identity.peer_id)
     listen_host, afresh = options.host, False
@@ -103,7 +95,7 @@ async def run_member(options: JoinOptions, make: MakeMember) -> None:
             others = tuple(place for place in places if place != seed)
             listen = listen_host or usual_host(access.host), options.port
             try:
-                await make(process, SeedRoute(access, listen, others, retry_time_s))(stop)
+                await make(JoinContext(identity, console, access, listen, others, retry_time_s))(stop)
                 break
             except Refused as refusal:
                 if refusal.code == RefusalCode.LOOPBACK_ONLY and not listen_host:
@@ -120,21 +112,21 @@ async def run_member(options: JoinOptions, make: MakeMember) -> None:
     console.event("info", "left")
 
 
-def world_of(options: JoinOptions, route: SeedRoute) -> World:
-    world = real_world(route.access.network)
+def world_of(options: JoinOptions, context: JoinContext) -> World:
+    world = real_world(context.access.network)
     return replace(world, threads=SlowThreads(world.threads, options.straggler)) if options.straggler > 1 else world
 
 
-def member_options(options: JoinOptions, route: SeedRoute, **more: Scalar) -> MemberOptions:
+def member_options(options: JoinOptions, context: JoinContext, **more: Scalar) -> MemberOptions:
     """``more``: capabilities besides those of the machine."""
     return MemberOptions(
         role=options.role,
-        seed=(route.access.host, route.access.port),
-        listen=route.listen,
+        seed=(context.access.host, context.access.port),
+        listen=context.listen,
         advertise=options.advertised,
         capabilities=capabilities(options.device) | more,
-        others=route.others,
-        retry_time_s=route.retry_time_s,
+        others=context.others,
+        retry_time_s=context.retry_time_s,
     )
 
 

@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 
 from p2ptrain.cli.join_options import JoinOptions
-from p2ptrain.cli.joining import MemberRun, ProcessContext, SeedRoute, member_options, run_member, world_of
+from p2ptrain.cli.joining import JoinContext, MemberRun, member_options, run_member, world_of
 from p2ptrain.cluster.access import shown_host
 from p2ptrain.cluster.console import Console
 from p2ptrain.cluster.models import SplitOptions, config_text
@@ -67,14 +67,14 @@ async def join_to_serve(options: JoinOptions) -> None:
     """Be a verifier or a drafter until Ctrl+C. Raises ``P2PTrainError``, for invalid options before it joins."""
     await check(options)
 
-    def member(process: ProcessContext, found: SeedRoute) -> MemberRun:
+    def member(context: JoinContext) -> MemberRun:
         return ServingMember(
-            world_of(options, found),
-            process.identity,
-            member_options(options, found),
-            program=partial(serve, options=options, console=process.console),
-            notify=process.notify,
-            membership=found.access.member,
+            world_of(options, context),
+            context.identity,
+            member_options(options, context),
+            program=partial(serve, options=options, console=context.console),
+            notify=context.notify,
+            membership=context.access.member,
         ).run
 
     await run_member(options, member)

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from p2ptrain.cli import join as command_of
 from p2ptrain.cli import joining, serving
 from p2ptrain.cli.join_options import JoinOptions
-from p2ptrain.cli.joining import MemberRun, ProcessContext, SeedRoute
+from p2ptrain.cli.joining import JoinContext, MemberRun
 from p2ptrain.cluster.access import usual_host
 from p2ptrain.cluster.console import Console
 from p2ptrain.cluster.island import IslandOptions
@@ -148,7 +148,7 @@ async def test_it_waits_for_a_seed_that_is_not_there_yet(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    waits, said, made = asyncio.Event(), list[str](), list[SeedRoute]()
+    waits, said, made = asyncio.Event(), list[str](), list[JoinContext]()
 
     def progress(console: Console, text: str, **_: Any) -> None:
         said.append(text)
@@ -157,7 +157,7 @@ async def test_it_waits_for_a_seed_that_is_not_there_yet(
     async def running(stop: asyncio.Event) -> None:
         pass
 
-    def make(_: ProcessContext, found: SeedRoute) -> MemberRun:
+    def make(found: JoinContext) -> MemberRun:
         made.append(found)
         return running
 

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from p2ptrain.cli.join import WorkerFactory
-from p2ptrain.cli.join_options import JoinOptions
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.lab.attacker import ALIE_Z, FLIP, NOISE, SCALE, add_attack
 from p2ptrain.lab.stand_in import StandInEngine
@@ -62,7 +60,7 @@ def test_a_worker_of_chaos_learns_wrong_labels_and_validates_with_right_ones(tmp
     text = tmp_path / "text"
     text.write_text("a tale of two towns " * 200)
     honest = tiny_trainer(text)
-    wrong = WorkerFactory(JoinOptions(attack="label-flip"))._add_attack(tiny_trainer(text), PROFILE)
+    wrong = add_attack(tiny_trainer(text), "label-flip", micro_batches=PROFILE.batch.micro_batches, seed=0)
     for engine in (honest, wrong):
         engine.state.load_initial()
     true, sent = contribution(honest, 0, 2)[:-1], contribution(wrong, 0, 2)[:-1]
