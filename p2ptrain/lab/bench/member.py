@@ -248,14 +248,12 @@ class BenchMember:
 
     # ------------------------------------------------------------------------------------------------ other benchmarks
 
-    async def build(self, *, spec: str, threads: int, rivals: list[str], micro_batch_s: float = 0.0) -> Answer:
-        """Build the trainers of one profile; ``rivals``: also these. ``micro_batch_s``: see ``TrainingMember``."""
+    async def build(self, **how: Any) -> Answer:
+        """As ``TrainingMember.build``."""
         from p2ptrain.lab.bench.training import TrainingMember
 
-        self._training = await TrainingMember.build(
-            spec, self.session, threads=threads, gloo=self._gloo, rivals=rivals, micro_batch_s=micro_batch_s
-        )
-        return self._training.facts
+        self._training = TrainingMember(self.session, self._gloo)
+        return await self._training.build(**how)
 
     async def train(self, *, contender: str, first: int, count: int) -> Answer:
         assert self._training is not None

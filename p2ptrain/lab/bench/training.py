@@ -156,56 +156,40 @@ class RingTrainer:
 class TrainingMember:
     """One member's trainers of all contenders, by name; ``build`` makes them. Rivals are trainers of torch."""
 
-    def __init__(
-        self,
-        session: RingSession,
-        compute: ComputeThread,
-        trainers: dict[str, RingTrainer],
-        rivals: dict[str, DdpTrainer],
-        micro_batches: int,
-    ) -> None:
-        self._session, self._compute = session, compute
-        self._trainers, self._rivals = trainers, rivals
-        self._first, self._count = shares(micro_batches, session.size)[session.rank]
-        engine = trainers[RING].engine
-        self.facts: Answer = {
-            "tokens_per_step": micro_batches * engine.data.tokens_per_micro_batch,
-            "reduce_bytes": engine.reduce_buffer.nbytes,
-            "micro_batches": self._count,
-        }
+    def __init__(self, session: RingSession, gloo: GlooGroup | None) -> None:
+        self._session, self._gloo, self._compute = session, gloo, ComputeThread()
+        self._trainers: dict[str, RingTrainer] = {}
+        self._rivals: dict[str, DdpTrainer] = {}
+        self._first = self._count = 0
 
-    @classmethod
-    async def build(
-        cls,
-        spec: str,
-        session: RingSession,
-        *,
-        threads: int,
-        gloo: GlooGroup | None = None,
-        rivals: Sequence[str] = (),
-        micro_batch_s: float = 0.0,
-    ) -> TrainingMember:
-        """``micro_batch_s``: wait so long instead of computing. Raises what ``Trainer`` and ``DdpTrainer`` raise."""
-        profile = Profile.from_spec_untrusted(spec)
-        compute = ComputeThread()
+    async def build(self, spec: str, threads: int, rivals: Sequence[str], micro_batch_s: float = 0.0) -> Answer:
+        """Build the trainers of a profile, and ``rivals``. Raises what ``Trainer`` and ``DdpTrainer`` raise.
+
+        ``micro_batch_s``: wait so long instead of computing.
+        """
+        profile, session = Profile.from_spec_untrusted(spec), self._session
         modes = {RING: profile}
         if profile.job.exact:  # the usual mode shows what exact mode costs
             modes[USUAL] = profile.model_copy(update={"job": profile.job.model_copy(update={"exact": False})})
-        make_strategy, trainers = strategy_of(profile), {}
+        make_strategy = strategy_of(profile)
         for name, mode in modes.items():
-            engine = await compute.run(_build_engine, mode, threads, micro_batch_s)
-            strategy = make_strategy(engine, compute, lambda: None, profile.ring.bucket_bytes)
+            engine = await self._compute.run(_build_engine, mode, threads, micro_batch_s)
+            strategy = make_strategy(engine, self._compute, lambda: None, profile.ring.bucket_bytes)
             await strategy.begin_view(session, cast(ConnectPeers, None))  # each member holds the whole model
-            trainers[name] = RingTrainer(engine, strategy, first_lineage("bench"))
-        torch_trainers: dict[str, DdpTrainer] = {}
+            self._trainers[name] = RingTrainer(engine, strategy, first_lineage("bench"))
         for name in rivals:
             from p2ptrain.compute.rivals import DdpTrainer
 
-            assert gloo is not None, "no group was opened"
+            assert self._gloo is not None, "no group was opened"
             kind, _, backend = name.partition("-")
             make = partial(DdpTrainer, backend=backend or "gloo", sharded=kind != DDP)
-            torch_trainers[name] = await compute.run(make, gloo, training_spec(profile))
-        return cls(session, compute, trainers, torch_trainers, profile.batch.micro_batches)
+            self._rivals[name] = await self._compute.run(make, self._gloo, training_spec(profile))
+        micro_batches, engine = profile.batch.micro_batches, self._trainers[RING].engine
+        self._first, self._count = shares(micro_batches, session.size)[session.rank]
+        return {
+            "tokens_per_step": micro_batches * engine.data.tokens_per_micro_batch,
+            "reduce_bytes": engine.reduce_buffer.nbytes,
+        }
 
     async def train(self, contender: str, first: int, count: int) -> Answer:
         """Run the steps from ``first`` on. Returns the seconds and loss of each; of the ring also its communication."""
