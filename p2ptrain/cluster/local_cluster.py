@@ -109,7 +109,8 @@ class PeerProcess:
 
     async def kill(self) -> None:
         self.was_killed = True
-        self.process.kill()
+        with suppress(ProcessLookupError):  # it has just ended
+            self.process.kill()
         await self.process.wait()
 
     def ask_to_leave(self) -> None:

@@ -138,23 +138,15 @@ class BenchMember:
         self._sockets[name].connect(ports[(self.rank + 1) % self.size])
         return {}
 
-    async def open_gloo(self, *, timeout_s: float) -> Answer:
-        """Open a Gloo group's rendezvous at rank 0. ``missing`` in the answer says why there is none."""
+    async def open_gloo(self, *, store_port: int, timeout_s: float, backends: list[str]) -> Answer:
+        """Form groups of these backends. ``missing`` in the answer says why there is none."""
         from p2ptrain.compute import gloo
 
         missing = gloo.why_no_gloo()
-        if not missing and self.rank == 0:
-            self._gloo = gloo.GlooGroup(0, self.size, 0, timeout_s=timeout_s)
-        port = self._gloo.store_port if self._gloo is not None else 0
-        return {"missing": missing, "torch": gloo.TORCH_VERSION, "store_port": port}
-
-    async def join_gloo(self, *, store_port: int, timeout_s: float, backends: list[str]) -> Answer:
-        from p2ptrain.compute import gloo
-
-        if self._gloo is None:
+        if not missing:
             self._gloo = gloo.GlooGroup(self.rank, self.size, store_port, timeout_s=timeout_s)
-        self._gloo.join(backends)
-        return {}
+            self._gloo.join(backends)
+        return {"missing": missing, "torch": gloo.TORCH_VERSION}
 
     # ------------------------------------------------------------------------------------------------------- all-reduce
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from p2ptrain.cluster.local_cluster import free_port
 from p2ptrain.core.errors import JobFailed
 from p2ptrain.core.texts import human_bytes
 from p2ptrain.lab.bench.report import BenchReport, Case, Contender, human_rate, per_cent, times
@@ -65,10 +66,8 @@ def _credentials(bench: Bench, members: Members, tls: bool) -> list[dict[str, st
 async def open_gloo(members: Members, timeout_s: float, *, p2p: bool = False) -> tuple[str, str]:
     """Open a Gloo group; ``p2p``: and one of the backend p2p. Returns torch's version, and why there is no group (empty
     if there is one)."""
-    first, *_ = await members.all("open_gloo", timeout_s=timeout_s, seconds=3)
-    if not first["missing"]:
-        how = {"store_port": first["store_port"], "timeout_s": timeout_s, "backends": ["gloo", "p2p"][: 1 + p2p]}
-        await members.all("join_gloo", **how)
+    how: Answer = {"store_port": free_port(), "timeout_s": timeout_s, "backends": ["gloo", "p2p"][: 1 + p2p]}
+    first, *_ = await members.all("open_gloo", seconds=3, **how)
     return first["torch"], first["missing"]
 
 
