@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -166,7 +165,7 @@ async def _serve(options: SeedOptions, first_job: Profile | None, *, encrypted: 
             stack.enter_context(announce_seed(near, root))
         shown = None
         if web is not None:
-            shown = await stack.enter_async_context(_web(web, listening.seed, bound, near, root, console))
+            shown = await _show_web(stack, web, listening.seed, bound, near, root, console)
         _print_ready(console, bound, port, root, listening.ticket, shown, as_json=options.as_json)
         if listening.ticket is not None:
             _warn_of_addresses(console, options.host, bound, addresses_for_others())
@@ -174,10 +173,15 @@ async def _serve(options: SeedOptions, first_job: Profile | None, *, encrypted: 
         await stop.wait()
 
 
-@asynccontextmanager
-async def _web(
-    options: WebOptions, seed: Seed, bound: str, near: tuple[str, int], root: Path, console: Console
-) -> AsyncIterator[Web]:
+async def _show_web(
+    stack: AsyncExitStack,
+    options: WebOptions,
+    seed: Seed,
+    bound: str,
+    near: tuple[str, int],
+    root: Path,
+    console: Console,
+) -> Web:
     import socket
 
     from p2ptrain.lab.experiments.endpoints import Experiments
@@ -186,18 +190,11 @@ async def _web(
     names = [name for name in (shown_host(options.host), options.host, socket.gethostname()) if name not in EVERYWHERE]
     names = list(dict.fromkeys([*names, "localhost", "127.0.0.1"]))
     experiments = Experiments(root / "seed" / "experiments", partial(operator, near, state=root))
-    warn = partial(console.event, "warning")
-    web = serving_web(
-        options,
-        names,
-        root / "seed",
-        seed,
-        partial(_create_checked, bound, console),
-        experiments.endpoints(),
-        warn=warn,
-    )
-    async with web as served, experiments.serving():
-        yield served
+    warn, create = partial(console.event, "warning"), partial(_create_checked, bound, console)
+    served = serving_web(options, names, root / "seed", seed, create, experiments.endpoints(), warn=warn)
+    web = await stack.enter_async_context(served)
+    await stack.enter_async_context(experiments.serving())
+    return web
 
 
 async def _create_checked(

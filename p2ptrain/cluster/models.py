@@ -262,6 +262,6 @@ def config_text(directory: Path, stages: int | None = None) -> str:
         raise StorageError(f"cannot read {path}: {error}") from error
     table = config_untrusted(text)
     layers = table.get("num_hidden_layers", table.get("n_layer"))
-    if isinstance(layers, int):  # if it has another name, a worker knows it (``split_model.measure_model``)
+    if isinstance(layers, int):  # if it has another name, a worker knows it (``split_model``)
         check_stages(layers, stages)
     return text

@@ -132,7 +132,7 @@ async def plan_on_workers(
         with tempfile.TemporaryDirectory(prefix="p2ptrain-text-") as directory_of_text:
             if isinstance(place, Path):
                 # The first worker that can be used says whether the model splits; only then its files are hashed.
-                await measure_model(pool, config_text(place), options)
+                found = await _measure_model(pool, config_text(place), options)
                 if (here := len(pool.peers)) < (options.stages or 1):
                     refused = "".join(f"; {name}: {reason}" for name, reason in pool.refused.items())
                     there = f"{here} of {options.stages} workers joined to hold a part of the model{refused}"
@@ -142,8 +142,16 @@ async def plan_on_workers(
             else:
                 model = await _model_of_worker(pool, place)
                 text, label = await _text_of(pool, model, Path(directory_of_text)), model.name
+                found = await _measure_model(pool, model.config, options)
             assert text is not None
-            plan = await plan_on(pool, model, options, options.positions or positions_of(text))
+            plan = await pool.plan(
+                model,
+                found.sizes,
+                positions=options.positions or positions_of(text),
+                dtype=options.dtype,
+                activation_bytes=activation_bytes(options.encodings[0] or found.dtype, 1, found.width),
+                stages=options.stages,
+            )
             console.clear()
             yield PlannedSplit(label, text, model, plan, options, pool, console)
     finally:
@@ -151,24 +159,11 @@ async def plan_on_workers(
         await within(LEAVE_S, pool.close())
 
 
-async def measure_model(pool: WorkerPool, config: str, options: SplitOptions) -> ModelMeasurement:
+async def _measure_model(pool: WorkerPool, config: str, options: SplitOptions) -> ModelMeasurement:
     """Raises as ``WorkerPool.measure_model``; ``ConfigError`` for more stages than layers."""
     found = await pool.measure_model(config, options.dtype)
     check_stages(found.sizes.layers, options.stages)
     return found
-
-
-async def plan_on(pool: WorkerPool, model: ModelReference, options: SplitOptions, positions: int) -> ChainPlan:
-    """Raises as ``measure_model`` and ``WorkerPool.plan``."""
-    found = await measure_model(pool, model.config, options)
-    return await pool.plan(
-        model,
-        found.sizes,
-        positions=positions,
-        dtype=options.dtype,
-        activation_bytes=activation_bytes(options.encodings[0] or found.dtype, 1, found.width),
-        stages=options.stages,
-    )
 
 
 def conversation_positions(text: ModelText) -> int:
