@@ -216,20 +216,22 @@ async def hold_model(
     workers: int,
     console: Console,
     on_loaded: Callable[[StageChain], object],
-    **options: str,
+    *,
+    memory: str,
+    link: str,
 ) -> None:
     """Start a seed and workers, load the model, and wait until cancelled. Raises ``P2PTrainError``.
 
     Args:
         workers: more than there are stages: spares, which replace workers that die.
-        options: of each worker, as in ``LocalCluster.start_workers``.
+        memory, link: of each worker, as ``join`` takes them; empty: not set.
     """
     try:
         await cluster.start_seed()
         if cluster.url:
             console.event("info", f"watch in a browser: {cluster.url}")
         threads = threads_each(split.stages or workers)  # stages compute at once; a spare only in place of a lost one
-        await cluster.start_workers(workers, threads=threads, **options)
+        await cluster.start_workers(workers, threads=threads, memory=memory, link=link)
         console.event("info", cluster.start_notice(workers))
         await cluster.wait_until_joined(list(cluster.peers))
         peers = list(cluster.peers.values())
