@@ -217,7 +217,10 @@ def load_corpus(
     left_out = list(filter(None, (not_read, RowCounts(**facts.rows).note(spec.bad_rows), facts.note)))
     windows = facts.numel // width // sequences if facts.has_marks else max(0, facts.numel - 1) // spec.sequence_tokens
     training, validation = split_windows(spec, windows, left_out)
-    note = "; ".join(filter(None, (*left_out, _large_part(spec, len(validation), windows))))
+    if len(validation) > 1.5 * (fraction := spec.validation_fraction) * windows:  # as of a tiny corpus
+        text = f"validation holds out {len(validation)} of {windows} sequences, more than data.validation_fraction = "
+        left_out.append(f"{text}{fraction:g}: with 0 all are trained on")
+    note = "; ".join(left_out)
     sizes = facts.vocab_size, spec.sequence_tokens
     return Corpus(store.tokens, *sizes, facts.digest, training, validation, store, note, store.marks, sequences)
 
@@ -379,13 +382,3 @@ def split_windows(spec: DataSpec, windows: int, left_out: Sequence[str] = ()) ->
     chosen = np.arange(max(1, min(blocks - 1, round(blocks * fraction))) if fraction else 0)
     firsts = np.sort(permuted(chosen, blocks, key=0)) * block
     return TrainingWindows(windows, firsts, block), (firsts[:, None] + np.arange(block)).T.reshape(-1)
-
-
-def _large_part(spec: DataSpec, held_out: int, windows: int) -> str:
-    """Says that more is held out than was asked for, as of a tiny corpus; empty if not."""
-    if held_out <= 1.5 * spec.validation_fraction * windows:
-        return ""
-    return (
-        f"validation holds out {held_out} of {windows} sequences, more than data.validation_fraction = "
-        f"{spec.validation_fraction:g}: with 0 all are trained on"
-    )

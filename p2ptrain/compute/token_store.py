@@ -17,7 +17,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -127,15 +127,10 @@ def read_facts(directory: Path) -> StoreFacts | None:
 
 def open_store(directory: Path, on_progress: OnProgress = no_progress) -> TokenStore | None:
     """The store in ``directory``; None: it is not whole. Its files are read once, to verify them."""
-    if (facts := read_facts(directory)) is None or not facts.digest:
-        return None
-    try:
-        if _digest(directory, facts, on_progress) != facts.digest:
-            return None
-        os.utime(directory)  # when it was last used
-        return _map_store(directory, facts)
-    except OSError:
-        return None
+    facts = read_facts(directory)
+    with suppress(OSError):
+        return _verify_and_map(directory, facts, on_progress) if facts is not None and facts.digest else None
+    return None
 
 
 def open_received(directory: Path, form: str, vocab_size: int, on_progress: OnProgress = no_progress) -> TokenStore:
@@ -145,11 +140,9 @@ def open_received(directory: Path, form: str, vocab_size: int, on_progress: OnPr
         facts = facts_untrusted((directory / FACTS).read_bytes())
         if (facts.form, facts.vocab_size) != (form, vocab_size):
             raise ProtocolError(f"they are of another format, or of a tokenizer of {facts.vocab_size} tokens")
-        sizes = {name: (directory / name).stat().st_size for name in facts.file_sizes}
-        if sizes != facts.file_sizes or _digest(directory, facts, on_progress) != facts.digest:
+        if (store := _verify_and_map(directory, facts, on_progress)) is None:
             raise ProtocolError("they are damaged")
-        os.utime(directory)
-        return _map_store(directory, facts)
+        return store
     except (OSError, ProtocolError) as error:
         text = f"the tokens in {directory}, from another worker, cannot be used: {error}"
         raise ConfigError(text, remedy="remove them, and start again: p2ptrain data clean") from None
@@ -289,6 +282,14 @@ def _digest(directory: Path, facts: StoreFacts, on_progress: OnProgress) -> str:
                 read_bytes += count
                 on_progress("checking the tokens", read_bytes / max(read_bytes, facts.size_bytes))
     return digest.hexdigest()
+
+
+def _verify_and_map(directory: Path, facts: StoreFacts, on_progress: OnProgress) -> TokenStore | None:
+    sizes = {name: (directory / name).stat().st_size for name in facts.file_sizes}
+    if sizes != facts.file_sizes or _digest(directory, facts, on_progress) != facts.digest:
+        return None
+    os.utime(directory)  # when it was last used
+    return _map_store(directory, facts)
 
 
 def _map_store(directory: Path, facts: StoreFacts) -> TokenStore:

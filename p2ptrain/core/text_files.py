@@ -104,9 +104,7 @@ def kind_of(file: Path) -> tuple[str, str]:
 def format_of(file: Path, form: str) -> str:
     """How to read one file: ``text``, or a key of ``ROW_SUFFIXES``."""
     by_suffix = _FORMATS.get(kind_of(file)[0], "text")
-    if form == "chat":
-        return "parquet" if by_suffix == "parquet" else "jsonl"
-    if form == "preference":
+    if form in ("chat", "preference"):
         return "jsonl" if by_suffix == "text" else by_suffix
     return by_suffix if form == "auto" else form
 
