@@ -271,7 +271,7 @@ async def serving_seed(
         await seed.load()
         note, last_writes = seed.announcements.note, list[Callable[[], Awaitable[None]]]()
         if tracker_environ is not None:
-            ports = TrackerPorts(world, store, seed.jobs, seed.overview, note, state_dir / "track", environ)
+            ports = TrackerPorts(seed, state_dir / "track", environ)
             trackers = Trackers(ports)
             tasks.append(trackers.run)
             last_writes.append(trackers.close)

@@ -24,11 +24,9 @@ from typing import NamedTuple
 
 from configs.schema import Profile, Track
 from p2ptrain.core.errors import P2PTrainError, StorageError
-from p2ptrain.core.world import World
-from roles.seed.job_table import JobTable
 from roles.seed.jobs import JobController
-from roles.seed.overview import Overview
-from roles.seed.store import Records, SeedStore
+from roles.seed.server import Seed
+from roles.seed.store import Records
 from roles.track.writers import KEYS, WRITERS, Point, TrackedRun, Writer, check
 from wire.records import JobInfo, MetricRow, PeerInfo, ServingInfo
 
@@ -104,18 +102,13 @@ class TrackerPorts:
     """What trackers use of their seed.
 
     Attributes:
-        note: (level, kind, text, peer, job) for the event log.
         directory: for all files; ``track.directory`` is in it.
         environ: the environment with the trackers' keys. They are never recorded or logged.
         every_s: between two looks for new rows. leave_s: how long a stopping seed waits for its writers.
         stopping: set when the seed stops.
     """
 
-    world: World
-    store: SeedStore
-    jobs: JobTable
-    overview: Overview
-    note: Callable[[str, str, str, str, str], None]
+    seed: Seed
     directory: Path
     environ: Mapping[str, str]
     writers: Mapping[str, Callable[[Track, Mapping[str, str]], Writer]] = field(default_factory=lambda: WRITERS)
@@ -125,7 +118,7 @@ class TrackerPorts:
 
     def is_wanted(self, controller: JobController, tracker: str) -> bool:
         """Whether the job has rows for this tracker, or may get some."""
-        is_known = controller.id in self.jobs.controllers  # it may be forgotten
+        is_known = controller.id in self.seed.jobs.controllers  # it may be forgotten
         return is_known and (controller.live or not cursor_of(controller, tracker).ended)
 
 
@@ -135,7 +128,7 @@ class Tracker:
     def __init__(self, ports: TrackerPorts, controller: JobController, name: str, profile: Profile) -> None:
         self._ports, self._controller = ports, controller
         self._name, self._profile, self._cursor = name, profile, cursor_of(controller, name)
-        self._thread = ports.world.threads.start("track")
+        self._thread = ports.seed.world.threads.start("track")
         self._writer: Writer | None = None
         self._last_warning = ""
 
@@ -172,8 +165,8 @@ class Tracker:
         """Write the next rows. False if there are no more of them now."""
         controller, stopping = self._controller, self._ports.stopping.is_set()
         ended = "" if controller.live else controller.core.state  # read before the rows
-        late = math.inf if stopping and ended else self._ports.world.clock.wall() - GAP_S
-        before, rows = await self._ports.store.call(rows_after, controller.id, self._cursor, late)
+        late = math.inf if stopping and ended else self._ports.seed.world.clock.wall() - GAP_S
+        before, rows = await self._ports.seed.store.call(rows_after, controller.id, self._cursor, late)
         if before != self._cursor:
             await self._end("")
             self._cursor = before
@@ -183,8 +176,8 @@ class Tracker:
                 Point(row.step, row.wall, _drop_unknown({shown: getattr(row, name) for name, shown in columns}))
                 for row in rows
             ]
-            peers, serving = self._ports.overview.peer_infos(), self._ports.overview.serving_infos()
-            points[-1].values.update(figures_of(self._ports.jobs.info(controller), peers, serving))
+            peers, serving = self._ports.seed.overview.peer_infos(), self._ports.seed.overview.serving_infos()
+            points[-1].values.update(figures_of(self._ports.seed.jobs.info(controller), peers, serving))
             writer = await self._begin()
             await self._thread.submit(lambda: writer.write(points))
             generation = max(before.generation, *(row.generation or 0 for row in rows))
@@ -217,7 +210,7 @@ class Tracker:
             config=self._profile.model_dump(),
             after_step=self._cursor.step,
             directory=root / f"{re.sub(r'[^A-Za-z0-9_-]', '_', record.name)}-{record.id}",
-            wall=self._ports.world.clock.wall(),
+            wall=self._ports.seed.world.clock.wall(),
         )
 
     async def _end(self, state: str) -> None:
@@ -236,7 +229,7 @@ class Tracker:
         if text != self._last_warning:
             self._last_warning = text
             what = f"job {self._controller.record.name} is not written to {self._name}: {text}; {remedy}"
-            self._ports.note("warning", "track", what, "", self._controller.id)
+            self._ports.seed.announcements.note("warning", "track", what, "", self._controller.id)
 
 
 class Trackers:
@@ -249,7 +242,7 @@ class Trackers:
     async def run(self) -> None:
         """Track jobs until cancelled. Raises ``StorageError``."""
         while True:
-            for controller in self._ports.jobs.controllers.values():
+            for controller in self._ports.seed.jobs.controllers.values():
                 if (profile := controller.profile) is None:
                     continue
                 for name in profile.track.to:

@@ -90,12 +90,15 @@ class Desk:
         overview = SimpleNamespace(peer_infos=lambda: [peer], serving_infos=list)
         world = SimpleNamespace(clock=SimpleNamespace(wall=lambda: self.now), threads=RealThreads())
         self.controllers = {"job1": self.controller}
-        self.ports = TrackerPorts(
-            world=cast(Any, world),
+        seed = SimpleNamespace(
+            world=world,
             store=store,
-            jobs=cast(Any, SimpleNamespace(controllers=self.controllers, info=lambda controller: controller.info())),
-            overview=cast(Any, overview),
-            note=lambda level, kind, text, peer, job: self.events.append(text),
+            jobs=SimpleNamespace(controllers=self.controllers, info=lambda controller: controller.info()),
+            overview=overview,
+            announcements=SimpleNamespace(note=lambda level, kind, text, peer, job: self.events.append(text)),
+        )
+        self.ports = TrackerPorts(
+            seed=cast(Any, seed),
             directory=Path("track"),
             environ={"WANDB_API_KEY": KEY},
             writers={"jsonl": lambda track, environ: self.notes},
