@@ -49,35 +49,26 @@ LOOK_S = 1.0
 
 
 class Backup:
-    """Backs a store up to a directory every ``EVERY_S``, and at once when ``requested`` is set. ``report_failure`` is
-    called with the reason when a backup fails, but not again until one succeeds."""
+    """Backs a seed up to a directory every ``EVERY_S``, and at once when ``requested`` is set. A failure is noted, but
+    not again until a backup succeeds."""
 
-    def __init__(
-        self,
-        world: World,
-        store: SeedStore,
-        authority: Authority | None,
-        directory: Path,
-        report_failure: Callable[[str], None],
-        requested: asyncio.Event,
-    ) -> None:
-        self._world, self._store, self._authority, self._directory = world, store, authority, directory
-        self._report_failure, self._requested = report_failure, requested
-        self._thread = world.threads.start("backup")
+    def __init__(self, seed: Seed, authority: Authority | None, directory: Path, requested: asyncio.Event) -> None:
+        self._seed, self._authority, self._directory, self._requested = seed, authority, directory, requested
+        self._thread = seed.world.threads.start("backup")
 
     async def write(self) -> None:
         """Write a backup now. Raises ``StorageError``."""
         files = self._authority.files() if self._authority is not None else {}
-        wall = self._world.clock.wall()
+        wall = self._seed.world.clock.wall()
 
         def add_authority(copy: sqlite3.Connection) -> None:
             copy.execute("CREATE TABLE authority (name TEXT PRIMARY KEY, data BLOB NOT NULL)")
             copy.executemany("INSERT INTO authority VALUES (?, ?)", files.items())
             copy.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (COPIED_FACT, str(wall)))
 
-        data = await self._store.call(Records.image, add_authority)
+        data = await self._seed.store.call(Records.image, add_authority)
         try:
-            await self._thread.submit(partial(write_copy, self._world.disk, self._directory, data))
+            await self._thread.submit(partial(write_copy, self._seed.world.disk, self._directory, data))
         except StorageError as problem:
             problem.remedy = problem.remedy.replace("--state", "--backup")
             raise
@@ -95,7 +86,8 @@ class Backup:
                 working = True
             except StorageError as problem:
                 if working:
-                    self._report_failure(f"no backup is made: {problem.message}: {problem.remedy}")
+                    text = f"no backup is made: {problem.message}: {problem.remedy}"
+                    self._seed.announcements.note("error", "backup", text)
                 working = False
 
     def close(self) -> None:
@@ -276,8 +268,7 @@ async def serving_seed(
             tasks.append(trackers.run)
             last_writes.append(trackers.close)
         if backup_dir is not None:
-            report_failure = partial(note, "error", "backup")
-            backup = Backup(world, store, authority, backup_dir, report_failure, backup_requested)
+            backup = Backup(seed, authority, backup_dir, backup_requested)
             stack.callback(backup.close)
             await backup.write()  # fails at once if no backup can be written
             tasks.append(backup.run)

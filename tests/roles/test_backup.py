@@ -8,6 +8,8 @@ import random
 import shutil
 import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -19,6 +21,7 @@ from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from p2ptrain.lab.sim.machine import Died, MachineDisk, Process
 from roles.seed.authority import Authority
 from roles.seed.run import COPY_NAME, Backup, _watch_directory, restore, write_copy
+from roles.seed.server import Seed
 from roles.seed.store import JobRecord, Records, SeedStore
 from tests.roles.in_process import Cluster
 
@@ -32,7 +35,8 @@ async def copied(tmp_path: Path, *, encrypted: bool = True) -> tuple[Path, World
     await store.call(Records.add_job, dataclasses.replace(JOB, id="j2", state="done"), "spec")
     directory = tmp_path / "seed" / "authority"
     authority = Authority.open(world.disk, directory, name="n", now=0.0) if encrypted else None
-    backup = Backup(world, store, authority, tmp_path / "copies", lambda text: None, asyncio.Event())
+    seed = cast(Seed, SimpleNamespace(world=world, store=store))
+    backup = Backup(seed, authority, tmp_path / "copies", asyncio.Event())
     await backup.write()
     backup.close()
     await store.close()
@@ -98,7 +102,9 @@ async def test_a_copy_that_cannot_be_written_is_told_of_once(tmp_path: Path) -> 
     (tmp_path / "file").write_bytes(b"")
     told: asyncio.Queue[str] = asyncio.Queue()
     requested = asyncio.Event()
-    backup = Backup(world, store, None, tmp_path / "file" / "copies", told.put_nowait, requested)
+    announcements = SimpleNamespace(note=lambda level, kind, text: told.put_nowait(text))
+    seed = cast(Seed, SimpleNamespace(world=world, store=store, announcements=announcements))
+    backup = Backup(seed, None, tmp_path / "file" / "copies", requested)
     running = asyncio.create_task(backup.run())
     async with asyncio.timeout(10):
         requested.set()
