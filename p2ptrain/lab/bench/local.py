@@ -52,12 +52,8 @@ class LocalPlan:
 
 def of_sync(profile: Profile, workers: int) -> Profile:
     """The same training with strategy 'sync': a step has one micro-batch of each worker."""
-    return profile.model_copy(
-        update={
-            "job": profile.job.model_copy(update={"strategy": "sync"}),
-            "batch": profile.batch.model_copy(update={"micro_batches": workers}),
-        }
-    )
+    job, batch = profile.job, profile.batch.model_copy(update={"micro_batches": workers})
+    return profile.model_copy(update={"job": job.model_copy(update={"strategy": "sync"}), "batch": batch})
 
 
 async def measure_local(bench: Bench, plan: LocalPlan, report: BenchReport) -> None:

@@ -296,18 +296,17 @@ def _run_one(number: int, *, options: dict[str, Any]) -> SimulationResult:
     return verdict if options.get("verbose") else replace(verdict, timeline=[])
 
 
-def replay(
-    verdict: SimulationResult,
-    *,
-    peers: int = 0,
-    kinds: Sequence[str] = (),
-    mutation: str = "",
-    stages: int = 1,
-    strategy: str = "sync",
-    rule: str = "",
-) -> str:
+_FLAGS: dict[str, tuple[str, Any]] = {
+    "peers": ("workers", 0), "kinds": ("kinds", ()), "stages": ("stages", 1), "strategy": ("strategy", "sync"),
+    "rule": ("rule", ""), "mutation": ("without", ""),
+}  # fmt: skip
+"""Option of ``run_schedule`` → that of the command line, and the usual value."""
+
+
+def replay(verdict: SimulationResult, **options: Any) -> str:
+    """The command line of this schedule with these options of ``run_schedule``."""
     words = [f"p2ptrain sim --schedules 1 --random-seed {verdict.number} --timeline"]
-    words += [f"--workers {peers}"] * bool(peers) + [f"--kinds {','.join(kinds)}"] * bool(kinds)
-    words += [f"--stages {stages}"] * (stages > 1) + [f"--strategy {strategy}"] * (strategy != "sync")
-    words += [f"--rule {rule}"] * bool(rule)
-    return " ".join(words + [f"--without {mutation}"] * bool(mutation))
+    for name, (flag, usual) in _FLAGS.items():
+        if (value := options.get(name)) and value != usual:
+            words.append(f"--{flag} {','.join(value) if name == 'kinds' else value}")
+    return " ".join(words)
