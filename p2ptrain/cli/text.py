@@ -4,7 +4,7 @@ whole or split over workers."""
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,23 +99,26 @@ async def text_source(
     Raises:
         P2PTrainError: the service is missing or ambiguous, or its model cannot be loaded.
     """
-    if options.by_verifier:
-        opened: Any = _of_verifier(options, _CHAT_IF_LOST if idle else IF_LOST)
-    elif directory is None:
-        opened = _of_workers(options, check, console, idle)
-    else:
-        opened = _of_this_machine(directory, options, check, console, idle)
-    async with opened as source:
-        yield source
+    async with AsyncExitStack() as stack:
+        if options.by_verifier:
+            yield await _of_verifier(stack, options, _CHAT_IF_LOST if idle else IF_LOST)
+        elif directory is None:
+            yield await _of_workers(stack, options, check, console, idle)
+        else:
+            yield await _of_this_machine(stack, directory, options, check, console, idle)
 
 
 # ------------------------------------------------------------------------------------------------ models loaded here
 
 
-@asynccontextmanager
 async def _of_this_machine(
-    directory: Path, options: TextOptions, check: Callable[[ModelText], int], console: Console, idle: int
-) -> AsyncIterator[TextSource]:
+    stack: AsyncExitStack,
+    directory: Path,
+    options: TextOptions,
+    check: Callable[[ModelText], int],
+    console: Console,
+    idle: int,
+) -> TextSource:
     from roles.compute_thread import ComputeThread
     from roles.serving.local_model import LocalModel, load_local_engine
 
@@ -124,70 +127,59 @@ async def _of_this_machine(
     check(text)
     show_unused_settings(text)
     world, compute = real_world(TcpNetwork()), ComputeThread()
+    stack.callback(compute.close)
     try:
         engine, context = await load_local_engine(
             directory, compute, device=options.device, dtype=options.dtype, on_bytes=console.loading
         )
-    except BaseException:
-        compute.close()
-        raise
     finally:
         console.clear()
     model = LocalModel(engine, compute, world.clock, context=context)
-    label, identity = str(directory), {"checkpoint": str(directory)}
-    async with _model_source(model, text, idle, label, identity, positions=0) as source:
-        yield source
+    return _model_source(stack, model, text, idle, str(directory), str(directory))
 
 
-@asynccontextmanager
 async def _of_workers(
-    options: TextOptions, check: Callable[[ModelText], int], console: Console, idle: int
-) -> AsyncIterator[TextSource | None]:
+    stack: AsyncExitStack, options: TextOptions, check: Callable[[ModelText], int], console: Console, idle: int
+) -> TextSource | None:
     checkpoint = options.checkpoint and newest_in(options.checkpoint, download=options.download)
     found = plan_split(options.split_options, checkpoint, options.job, options.seed, check, console)
-    async with found as plan:
-        if options.dry_run:
-            show_split_plan(plan, as_json=options.as_json)
-            yield None
-            return
-        show_unused_settings(plan.text)
-        chain = await plan.load()
+    plan = await stack.enter_async_context(found)
+    if options.dry_run:
+        show_split_plan(plan, as_json=options.as_json)
+        return None
+    show_unused_settings(plan.text)
+    chain = await plan.load()
 
-        def facts() -> dict[str, Any]:
-            split = split_facts(chain)
-            return {"split": split, "plan": placement_map(chain.plan.placement)}
+    def facts() -> dict[str, Any]:
+        split = split_facts(chain)
+        return {"split": split, "plan": placement_map(chain.plan.placement)}
 
-        stages = len(chain.plan.stages)
-        label = f"{stages} stage{'s' if stages != 1 else ''}, {plan.label}"
-        identity = {"checkpoint": plan.label}
-        positions = plan.plan.positions
-        async with _model_source(chain, plan.text, idle, label, identity, positions, facts) as source:
-            yield source
+    stages, positions = len(chain.plan.stages), plan.plan.positions
+    label = f"{stages} stage{'s' if stages != 1 else ''}, {plan.label}"
+    return _model_source(stack, chain, plan.text, idle, plan.label, label, positions, facts)
 
 
-@asynccontextmanager
-async def _model_source(
+def _model_source(
+    stack: AsyncExitStack,
     model: ServedModel,
     text: ModelText,
     idle: int,
+    checkpoint: str,
     label: str,
-    identity: dict[str, Any],
-    positions: int,
+    positions: int = 0,
     facts: Callable[[], dict[str, Any]] = dict,
-) -> AsyncIterator[TextSource]:
+) -> TextSource:
     from p2ptrain.compute.text import ChatFormat
     from roles.serving.text_service import ModelTextService
 
     form = ChatFormat(text.tokenizer) if idle else None
     world = real_world(TcpNetwork())
     service = ModelTextService(world, model, text, form=form, name=label, positions=positions, idle=idle)
+    stack.push_async_callback(lambda: within(LEAVE_S, model.close()))
+    stack.push_async_callback(lambda: within(LEAVE_S, service.close()))
     about = "no chat template: plain turns" if form is None or form.is_plain else "its own chat template"
     about += "" if service.context is None else f", {service.context} tokens of context"
-    try:
-        yield TextSource(service, label, about, identity, facts)
-    finally:
-        await within(LEAVE_S, service.close())
-        await within(LEAVE_S, model.close())
+    return TextSource(service, label, about, {"checkpoint": checkpoint}, facts)
 
 
 def show_unused_settings(text: ModelText) -> None:
@@ -198,18 +190,15 @@ def show_unused_settings(text: ModelText) -> None:
 # --------------------------------------------------------------------------------------------- verifiers of a cluster
 
 
-@asynccontextmanager
-async def _of_verifier(options: TextOptions, if_lost: str) -> AsyncIterator[TextSource]:
+async def _of_verifier(stack: AsyncExitStack, options: TextOptions, if_lost: str) -> TextSource:
     verifier = RedialledVerifier(options.seed, await dial_verifier(options.seed, options.verifier, if_lost), if_lost)
     at = verifier.client.verifier
     context = "" if verifier.context is None else f"{verifier.context} tokens of context, "
     count = len(at.drafters)
     drafters = f"{count} drafter{'s' if count != 1 else ''}" if count else "no drafter is connected"
     identity = {"verifier": at.name, "model": at.model}
-    try:
-        yield TextSource(verifier, f"{at.model} of the verifier {at.name}", context + drafters, identity)
-    finally:
-        await within(LEAVE_S, verifier.client.close())
+    stack.push_async_callback(lambda: within(LEAVE_S, verifier.client.close()))
+    return TextSource(verifier, f"{at.model} of the verifier {at.name}", context + drafters, identity)
 
 
 class RedialledVerifier:
