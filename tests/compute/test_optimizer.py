@@ -167,7 +167,7 @@ def test_muon_of_stages_is_that_of_the_whole_model(text_file: Path, tied: bool) 
     for stage in pipeline.stages:
         assert stage.built.stage is not None
         for name, parameter in stage.built.flat.model.named_parameters():
-            torch.testing.assert_close(parameter, whole[stage.built.stage.names[name]], rtol=0, atol=2e-4)
+            torch.testing.assert_close(parameter, whole[stage.built.stage.names[name]], rtol=0, atol=5e-4)
     numel = sum(stage.state.arrays()["momentum_buffer"].numel() for stage in pipeline.stages)
     assert numel == alone.state.arrays()["momentum_buffer"].numel()
 
