@@ -125,10 +125,10 @@ class LoopThreads:
         self.taken_s = 0.0
 
     def start(self, name: str) -> Thread:
-        return LoopThread(self, name)
+        return _LoopThread(self, name)
 
 
-class LoopThread:
+class _LoopThread:
     def __init__(self, threads: LoopThreads, name: str) -> None:
         self._threads, self._name = threads, name
         self._calls = deque[tuple[Callable[[], Any], asyncio.Future[Any]]]()  # the first one runs

@@ -32,7 +32,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +41,7 @@ import xxhash
 from configs.schema import Profile
 from p2ptrain.core.disk import Disk, Lock, storage_error
 from p2ptrain.core.errors import StorageError
-from p2ptrain.core.threads import LoopThread, LoopThreads, Thread, outcome_of
+from p2ptrain.core.threads import Thread, outcome_of, settle
 from p2ptrain.core.training import Applied, Blob, OnFinal, SettingsPeriod
 from p2ptrain.lab.memory import VirtualClockLoop
 from p2ptrain.lab.stand_in import StandInEngine, StandInState
@@ -171,41 +171,56 @@ def _make_task(
     return task
 
 
-class SimThreads(LoopThreads):
-    """The threads of one process. ``mean_s``: virtual time of a call on this machine."""
+T = TypeVar("T")
 
-    def __init__(self, process: Process, rng: random.Random, mean_s: float) -> None:
-        super().__init__()
-        self.process, self.random, self.mean_s = process, rng, mean_s
+
+class SimThreads:
+    """A thread of one process. ``start`` makes others like it.
+
+    Args:
+        call_s: mean virtual time of a call on this machine.
+    """
+
+    def __init__(self, process: Process, rng: random.Random, call_s: float, name: str = "") -> None:
+        self._process, self._random, self._call_s, self._name = process, rng, call_s, name
+        self._free_at = 0.0
 
     def start(self, name: str) -> Thread:
-        return _SimThread(self, name)
+        return SimThreads(self._process, self._random, self._call_s, name)
 
-
-class _SimThread(LoopThread):
-    _threads: SimThreads
-
-    def _begin(self) -> None:
-        threads, loop = self._threads, asyncio.get_running_loop()
-        if self._name == "compute" and loop.time() < threads.process.hung_until:
-            loop.call_at(threads.process.hung_until, self._begin)
-            return
-        if self._calls[0][1].cancelled():
-            self._end(self._calls[0][1], None, None)
-            return
-        seconds = threads.mean_s * (0.5 + threads.random.random())
-        # The effects appear at the call's begin or at its end; other callbacks run in between.
-        if threads.random.random() < 0.25:
-            self._call(seconds)
+    def submit(self, call: Callable[[], T], *, idle: bool = False) -> asyncio.Future[T]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        if not self._process.alive:
+            future.cancel()
+            return future
+        begin_at = max(loop.time(), self._free_at, self._process.hung_until if self._name == "compute" else 0.0)
+        self._free_at = begin_at + self._call_s * (0.5 + self._random.random())
+        if begin_at > loop.time():
+            loop.call_at(begin_at, self._begin, call, future, self._free_at)
         else:
-            loop.call_later(seconds, self._call, 0.0)
+            self._begin(call, future, self._free_at)
+        return future
 
-    def _call(self, rest_s: float) -> None:
-        call, future = self._calls[0]
-        if self._threads.process.alive:
-            outcome = outcome_of(call)
-            if self._threads.process.alive:
-                asyncio.get_running_loop().call_later(rest_s, self._end, future, *outcome)
+    def close(self) -> None:
+        """Do nothing: there is no real thread."""
+
+    def _begin(self, call: Callable[[], Any], future: asyncio.Future[Any], end_at: float) -> None:
+        if future.cancelled():
+            return  # cancelled before it began
+        loop = asyncio.get_running_loop()
+        # The effects appear at the call's begin or at its end; other callbacks run in between.
+        if self._random.random() < 0.25:
+            loop.call_soon(self._call, call, future, end_at)
+        else:
+            loop.call_at(end_at, self._call, call, future, end_at)
+
+    def _call(self, call: Callable[[], Any], future: asyncio.Future[Any], end_at: float) -> None:
+        if not self._process.alive:
+            return
+        outcome = outcome_of(call)
+        if self._process.alive:
+            asyncio.get_running_loop().call_at(end_at, settle, future, *outcome)
 
 
 Entries = dict[str, "_File | _Dir"]
