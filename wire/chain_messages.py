@@ -49,6 +49,7 @@ class ForwardRequest(Message, kind=38):
         sample_index: number of the first of these samples in its text; with the session's seed it gives the noise.
         spent_us: microseconds of computing at each stage so far, in order.
         prefill: the positions are of a prompt and travel in the session's ``prefill_encoding``; drafts do not.
+        targets: token ids, as in ``Sampled.tokens``: the last stage scores one after each of this many last positions.
     """
 
     session: str
@@ -62,20 +63,23 @@ class ForwardRequest(Message, kind=38):
     sample_index: int
     spent_us: list[int] = field(default_factory=list)
     prefill: bool = False
+    targets: Annotated[bytes, Bound(0, 4 * MAX_REQUEST_POSITIONS)] = b""
 
 
 class Sampled(Message, kind=39):
-    """Stage to client: a ``ForwardRequest`` ended here. ``tokens``: int32, little-endian; empty without samples."""
+    """Stage to client: a ``ForwardRequest`` ended here. ``tokens``: int32, little-endian; empty without samples.
+    ``scores``: the log-probability of each target, fp32, little-endian."""
 
     session: str
     epoch: int
     number: int
     tokens: Annotated[bytes, Bound(0, 4 * MAX_REQUEST_POSITIONS)]
     spent_us: Annotated[list[Count], Bound(0, MAX_STAGES)]
+    scores: Annotated[bytes, Bound(0, 4 * MAX_REQUEST_POSITIONS)] = b""
 
     def check(self) -> None:
-        if len(self.tokens) % 4:
-            raise ProtocolError(f"{len(self.tokens)} bytes are not a valid list of token ids")
+        if len(self.tokens) % 4 or len(self.scores) % 4:
+            raise ProtocolError(f"{len(self.tokens)} bytes of token ids and {len(self.scores)} of scores are not valid")
 
 
 class ChainBroken(Message, kind=41):

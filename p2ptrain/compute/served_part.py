@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 from transformers.generation.utils import ALL_CACHE_NAMES
 
-from p2ptrain.compute.activations import DTYPES, decode_untrusted, encode, ids_untrusted
+from p2ptrain.compute.activations import DTYPES, bytes_of, decode_untrusted, encode, ids_untrusted
 from p2ptrain.compute.adapter import MergedTable
 from p2ptrain.compute.device import ComputeDevice, check_memory, pick_device, translate_out_of_memory
 from p2ptrain.compute.key_value_cache import KeyValueCache
@@ -253,11 +254,16 @@ class ServedPart:
         try:
             with torch.inference_mode(), translate_out_of_memory("the next tokens of a session", _FEWER_SESSIONS):
                 # The last stage computes one row even without samples, because ``logits=0`` would mean all rows.
-                x = x.to(self._compute_device.torch_device)
-                out = self._compute(state, x, work.keep, max(1, work.samples))
+                x, rows = x.to(self._compute_device.torch_device), max(1, work.samples, len(work.targets))
+                out = self._compute(state, x, work.keep, rows)
                 if state.picker is None:
                     return Ran(encode(out, work.out_encoding), ())
-                return Ran(memoryview(b""), state.picker.pick(out, work.sample_index) if work.samples else ())
+                tokens = state.picker.pick(out[-work.samples :], work.sample_index) if work.samples else ()
+                if not work.targets:
+                    return Ran(memoryview(b""), tokens)
+                logits, targets = out[-len(work.targets) :].float(), torch.tensor(work.targets, device=out.device)
+                losses = F.cross_entropy(logits, targets, reduction="none")
+                return Ran(memoryview(b""), tokens, bytes(bytes_of(losses.neg())))
         except BaseException:
             state.cache.cut_to_at_most(work.keep)  # only some layers may have the new positions
             state.ids = state.ids[: work.keep]
@@ -296,10 +302,16 @@ class ServedPart:
             raise ProtocolError(f"cannot keep {keep} positions: the session has {length}")
         if count < 1 or keep + count > most:
             raise ProtocolError(f"cannot add {count} positions to {keep}: the session was opened for {most}")
-        if samples and state.picker is None:
-            raise ProtocolError("only the last stage samples tokens")
-        if not 0 <= samples <= count:
-            raise ProtocolError(f"cannot sample {samples} tokens at {count} positions")
+        targets = work.targets
+        if (samples or targets) and state.picker is None:
+            raise ProtocolError("only the last stage samples and scores tokens")
+        if not 0 <= samples <= count or len(targets) > count:
+            raise ProtocolError(f"cannot sample {samples} tokens and score {len(targets)} at {count} positions")
+        if targets:
+            if not 0 <= min(targets) <= max(targets) < self.vocab_size:
+                raise ProtocolError(f"targets from {min(targets)} to {max(targets)}, of {self.vocab_size} token ids")
+            what, remedy = f"scoring {len(targets)} tokens of {self.vocab_size}", "score fewer tokens in a pass"
+            check_memory(12 * len(targets) * self.vocab_size, self._compute_device, what, remedy)
         if not 0 <= work.sample_index <= most:  # one sample per position; skipping ahead takes time
             raise ProtocolError(f"sample index {work.sample_index} is out of range in a session of {most} positions")
 

@@ -139,6 +139,7 @@ class Pass:
         payload: on the first stage ``count`` token ids, int32 little-endian; else hidden states in ``encoding``.
         samples: number of final positions to sample a token for; only on the last stage.
         sample_index: index of the first sample; the first new token of the session has index 0.
+        targets: token ids to score, one after each of the final positions; only on the last stage.
     """
 
     keep: int
@@ -148,6 +149,7 @@ class Pass:
     out_encoding: str
     samples: int = 0
     sample_index: int = 0
+    targets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +159,12 @@ class Ran:
     Attributes:
         payload: hidden states of the new positions in ``out_encoding``; empty on the last stage. It never changes.
         tokens: sampled tokens of the last ``samples`` positions, in order; empty except on the last stage.
+        scores: natural log-probability of each target among all tokens, at temperature 1; fp32, little-endian.
     """
 
     payload: memoryview
     tokens: tuple[int, ...]
+    scores: bytes = b""
 
 
 class StopStrings:

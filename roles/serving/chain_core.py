@@ -105,6 +105,7 @@ class SamplesArrived:
     number: int
     tokens: tuple[int, ...]
     spent_us: tuple[int, ...]
+    scores: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,7 @@ class PassSubmitted:
     samples: int
     sample_index: int
     prefill: bool = False
+    targets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +205,7 @@ class PassAnswered:
     spent_us: tuple[int, ...]
     took_s: float
     mended: bool
+    scores: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +361,8 @@ class ChainSessionCore:
     def _submit(self, event: PassSubmitted) -> None:
         if not 0 < len(event.ids) <= MAX_REQUEST_POSITIONS:
             raise ValueError(f"a forward request has 1 to {MAX_REQUEST_POSITIONS} positions, not {len(event.ids)}")
-        if not 0 <= event.keep <= len(self.ids) or not 0 <= event.samples <= len(event.ids) or event.sample_index < 0:
+        rows = max(event.samples, len(event.targets))
+        if not 0 <= event.keep <= len(self.ids) or not 0 <= rows <= len(event.ids) or event.sample_index < 0:
             raise ValueError(f"invalid pass: it keeps {event.keep} of {len(self.ids)} positions")
         if self.current is not None:
             raise ValueError("a pass of this session is under way already")
@@ -368,8 +372,8 @@ class ChainSessionCore:
         if event.epoch != self.epoch or not self.awaited:
             return
         request = self.awaited[0]
-        answer = (event.number, len(event.tokens), len(event.spent_us))
-        if answer != (request.number, request.work.samples, request.last + 1):
+        answer = (event.number, len(event.tokens), len(event.scores), len(event.spent_us))
+        if answer != (request.number, request.work.samples, 4 * len(request.work.targets), request.last + 1):
             self._begin_mending(now)
             reason = f"it sent an invalid answer to request {request.number}"
             self._count_setback(f"stage {request.last}: {reason}", "", out)
@@ -393,7 +397,7 @@ class ChainSessionCore:
         self.ids += work.ids
         self._prefilled += bytes([work.prefill]) * len(work.ids)
         assert request.sent_at is not None
-        out.append(PassAnswered(event.tokens, event.spent_us, now - request.sent_at, request.mended))
+        out.append(PassAnswered(event.tokens, event.spent_us, now - request.sent_at, request.mended, event.scores))
 
     def _take_agreement(self, event: StageAnswered) -> None:
         stage = self._stages[event.stage]

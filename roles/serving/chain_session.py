@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from p2ptrain.core.activations import decode_ids
+from p2ptrain.core.activations import decode_ids, encode_ids
 from p2ptrain.core.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -133,10 +133,10 @@ class ChainSession:
             raise self._failure()
         prefill = request.keep < self.sample_from
         index = request.sample_index(self.sample_from)
-        self.event(ev.PassSubmitted(request.ids, request.keep, request.samples, index, prefill))
+        self.event(ev.PassSubmitted(request.ids, request.keep, request.samples, index, prefill, request.targets))
         answer = self._answer = asyncio.get_running_loop().create_future()
         answered = await answer  # the core ends this wait: each of its waits has a deadline
-        result = PassResult(answered.tokens, answered.took_s, answered.spent_us, answered.mended)
+        result = PassResult(answered.tokens, answered.took_s, answered.spent_us, answered.mended, answered.scores)
         self._chain.times.add(result, prefill=prefill)
         return result
 
@@ -237,9 +237,8 @@ class ChainSession:
         if peer is not None:  # otherwise ``StageLost`` follows
             work, count = send.work, len(send.work.ids)
             what = (send.last, work.samples, work.sample_index)
-            request = ForwardRequest(
-                self.id, send.epoch, send.number, work.keep, count, "ids", *what, prefill=work.prefill
-            )
+            how: dict[str, Any] = {"prefill": work.prefill, "targets": encode_ids(work.targets)}
+            request = ForwardRequest(self.id, send.epoch, send.number, work.keep, count, "ids", *what, **how)
             peer.send_forward(request, work.ids)
 
     async def _ask(self, asked: ev.StageAsk) -> None:
@@ -300,7 +299,7 @@ def samples_untrusted(message: Sampled, vocab_size: int) -> ev.SamplesArrived:
     tokens = decode_ids(message.tokens)
     if not all(0 <= token < vocab_size for token in tokens):
         raise ProtocolError(f"a token is not in the vocabulary of {vocab_size} tokens")
-    return ev.SamplesArrived(message.epoch, message.number, tokens, tuple(message.spent_us))
+    return ev.SamplesArrived(message.epoch, message.number, tokens, tuple(message.spent_us), message.scores)
 
 
 def _position_untrusted(answer: dict[str, Any]) -> int:

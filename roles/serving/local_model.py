@@ -145,13 +145,14 @@ class LocalSession:
         if not 0 < len(ids) <= MAX_REQUEST_POSITIONS:
             raise ValueError(f"a pass has 1 to {MAX_REQUEST_POSITIONS} positions, not {len(ids)}")
         index = request.sample_index(self.sample_from)
-        work = Pass(request.keep, memoryview(encode_ids(ids)), len(ids), IDS, engine.encoding, request.samples, index)
+        what = (request.samples, index, request.targets)
+        work = Pass(request.keep, memoryview(encode_ids(ids)), len(ids), IDS, engine.encoding, *what)
         try:
             ran, took_s = await self._model.in_turn(partial(engine.run, self._name, work))
         except BaseException:
             self._failed = True  # after a cancel, too
             raise
-        return PassResult(ran.tokens, took_s)
+        return PassResult(ran.tokens, took_s, scores=ran.scores)
 
     async def close(self) -> None:
         if not self._closed:

@@ -19,11 +19,14 @@ from wire.chain_messages import MAX_REQUEST_POSITIONS
 
 @dataclass(frozen=True, slots=True)
 class PassRequest:
-    """Cut a session's history to its first ``keep`` positions, append ``ids``, and sample at the last ``samples``."""
+    """Cut a session's history to its first ``keep`` positions, append ``ids``, and sample at the last ``samples``.
+
+    ``targets``: token ids whose log-probabilities are wanted, one after each of the last positions."""
 
     keep: int
     ids: tuple[int, ...]
     samples: int = 0
+    targets: tuple[int, ...] = ()
 
     @property
     def stop(self) -> int:
@@ -36,7 +39,7 @@ class PassRequest:
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """The samples of a pass.
+    """The samples of a pass, and the scores of its targets.
 
     Attributes:
         took_s: duration of computing it; for a chain the time since it was sent.
@@ -47,6 +50,7 @@ class PassResult:
     took_s: float
     spent_us: tuple[int, ...] = ()
     mended: bool = False
+    scores: bytes = b""
 
 
 class ModelSession(Protocol):

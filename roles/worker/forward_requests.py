@@ -12,7 +12,7 @@ import asyncio
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from p2ptrain.core.activations import ID_BYTES, IDS, encode_ids
+from p2ptrain.core.activations import ID_BYTES, IDS, decode_ids, encode_ids
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.serving import Pass, Ran
 from p2ptrain.core.texts import shortened
@@ -297,9 +297,8 @@ class ForwardRequests:
         try:
             core.begin(work)
             samples, encoding = work.samples if core.last else 0, core.out_encoding(work)
-            asked = Pass(
-                work.keep, memoryview(payload), work.count, work.encoding, encoding, samples, work.sample_index
-            )
+            what = (samples, work.sample_index, decode_ids(work.targets) if core.last else ())
+            asked = Pass(work.keep, memoryview(payload), work.count, work.encoding, encoding, *what)
             ran: Ran = await self._compute.run(stage.part.engine.run, core.id, asked)
         except P2PTrainError as problem:
             if core.current(work):
@@ -312,8 +311,8 @@ class ForwardRequests:
         core.position = work.keep + work.count
         spent_us = [*work.spent_us, round(1e6 * took_s)]
         if work.last == core.index:
-            tokens = encode_ids(ran.tokens) if work.samples else b""
-            stage.client.send(Sampled(work.session, work.epoch, work.number, tokens, spent_us))
+            found = encode_ids(ran.tokens) if work.samples else b"", spent_us, ran.scores
+            stage.client.send(Sampled(work.session, work.epoch, work.number, *found))
         elif stage.link is not None:
             stage.part.out_position_bytes = ran.payload.nbytes / work.count
             onward = replace(work, encoding=encoding, spent_us=spent_us)

@@ -74,8 +74,9 @@ class StageSession:
             raise ProtocolError(
                 f"stage {self.index} of {self.asked.stages} received a request that ends at stage {work.last}"
             )
-        if not 0 <= work.samples <= (work.count if work.last == self.asked.stages - 1 else 0):
-            raise ProtocolError(f"cannot sample {work.samples} tokens of {work.count} positions at stage {work.last}")
+        rows, (targets, rest) = work.count if work.last == self.asked.stages - 1 else 0, divmod(len(work.targets), 4)
+        if not 0 <= work.samples <= rows or targets > rows or rest:
+            raise ProtocolError(f"cannot sample {work.samples} tokens and score {targets} at {rows} positions")
         if not (0 <= work.sample_index < 1 << 31 and 0 <= work.number < 1 << 53):
             raise ProtocolError(f"invalid sample index {work.sample_index} or request number {work.number}")
         if len(work.spent_us) != self.index or any(not 0 <= each < 1 << 53 for each in work.spent_us):

@@ -62,6 +62,7 @@ _ENDED = st.builds(
     _SMALL,
     _TOKENS | st.binary(max_size=9) | st.just(bytes(4 * MAX_REQUEST_POSITIONS + 4)),
     _SPENT,
+    st.binary(max_size=9),
 )
 
 
@@ -70,6 +71,7 @@ def _check_ended(message: Sampled) -> None:
     found = samples_untrusted(instance_untrusted(Sampled, asdict(message)), VOCAB)
     assert len(found.spent_us) <= MAX_STAGES
     assert all(0 <= token < VOCAB for token in found.tokens)
+    assert len(found.scores) % 4 == 0
 
 
 # ------------------------------------------------------------------------------------------------------ a whole client
@@ -151,7 +153,7 @@ async def _generated(
 def _say(stage: Stage, session: str, message: Message) -> None:
     """To each client of a worker, of its session where it is of one."""
     if isinstance(message, Sampled):
-        message = Sampled(session, message.epoch, message.number, message.tokens, message.spent_us)
+        message = Sampled(session, message.epoch, message.number, message.tokens, message.spent_us, message.scores)
     elif isinstance(message, ChainBroken):
         message = ChainBroken(session, message.epoch, message.lost, message.code, message.reason, message.remedy)
     for client in stage.stages._clients:

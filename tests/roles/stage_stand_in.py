@@ -192,7 +192,7 @@ class StandInStage:
         state, keep, count = self.sessions[session], work.keep, work.count
         samples, sample_index = work.samples, work.sample_index
         self._on_run(session, keep, count)
-        if not 0 <= samples <= (count if self.spec.stop == self.spec.layers else 0):
+        if not 0 <= max(samples, len(work.targets)) <= (count if self.spec.stop == self.spec.layers else 0):
             raise ProtocolError(f"{samples} tokens are to be picked; tokens are picked on the last stage only")
         if keep > len(state.history):
             raise ProtocolError(f"{keep} positions are to be kept, and there are {len(state.history)}")
@@ -204,11 +204,14 @@ class StandInStage:
             hidden[row] = self._through_the_layers(state, hidden[row])
         if self.spec.stop < self.spec.layers:
             return Ran(memoryview(encode(hidden, work.out_encoding)), ())
-        normed = (hidden[count - samples :] + self._tensors["norm.weight"]) % MODULUS
+        normed = (hidden + self._tensors["norm.weight"]) % MODULUS
         logits = normed @ self._tensors["head.weight"].T % 1009  # else the largest row of the head always wins
         return Ran(
             memoryview(b""),
-            tuple(picked(row, state.sampling, sample_index + index) for index, row in enumerate(logits)),
+            tuple(
+                picked(row, state.sampling, sample_index + index) for index, row in enumerate(logits[count - samples :])
+            ),
+            (-logits[np.arange(count - len(work.targets), count), list(work.targets)]).astype("<f4").tobytes(),
         )
 
     def close(self, session: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from roles.serving import chain_core as ev
 from roles.serving.chain_core import MOST_STALLS, ChainPhase, ChainSessionCore
 from wire.chain_messages import ChainBroken
@@ -125,11 +127,13 @@ def test_positions_are_computed_again_as_they_were() -> None:
     assert again == [(6, True), (3, False), (1, True)]
 
 
-def test_a_peer_that_sends_an_invalid_answer_is_replaced() -> None:
+@pytest.mark.parametrize(("tokens", "scores"), [((7, 8), bytes(8)), ((7,), bytes(4)), ((7,), b"")])
+def test_a_peer_that_sends_an_invalid_answer_is_replaced(tokens: tuple[int, ...], scores: bytes) -> None:
+    """One token and two scores were wanted."""
     core = running()
-    (send,) = core.handle(ev.PassSubmitted((5, 6), 0, 1, 0), 0.0)
+    (send,) = core.handle(ev.PassSubmitted((5, 6), 0, 1, 0, targets=(6, 1)), 0.0)
     assert isinstance(send, ev.ForwardSend)
-    out = core.handle(ev.SamplesArrived(1, send.number, (7, 8), (1, 1)), 0.0)  # two tokens, one was wanted
+    out = core.handle(ev.SamplesArrived(1, send.number, tokens, (1, 1), scores), 0.0)
     assert [item for item in out if isinstance(item, ev.StageReplace)] == [
         ev.StageReplace(1, 1, f"it sent an invalid answer to request {send.number}")
     ]
