@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from p2ptrain.cluster.models import SplitOptions, check_stages, config_text
 from p2ptrain.cluster.running import default_state_dir
 from p2ptrain.compute.text import ModelText
 from p2ptrain.core.activations import activation_bytes
-from p2ptrain.core.errors import UserError
+from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.tokenizer_files import TEXT_FILES
 from p2ptrain.core.world import real_world
@@ -51,9 +51,9 @@ class PlannedSplit:
     pool: WorkerPool
     console: Console
 
-    async def load(self) -> StageChain:
+    async def load(self, plan: ChainPlan | None = None, console: Console | None = None) -> StageChain:
         """Have the workers load their parts, and show the progress. Raises as ``StageChain.load``."""
-        plan, console, encodings = self.plan, self.console, self.options.encodings
+        plan, console, encodings = plan or self.plan, console or self.console, self.options.encodings
         stages = [LoadProgress(index, "", 0, stage.weights_bytes) for index, stage in enumerate(plan.placement.stages)]
 
         def show(progress: LoadProgress) -> None:
@@ -67,6 +67,21 @@ class PlannedSplit:
             )
         finally:
             console.clear()
+
+    async def load_all(self) -> list[StageChain]:
+        """Load as many chains as the workers can hold, to share work; the workers that are left are spares of each.
+        Without a number of stages each chain has as few as its workers' memory allows. Raises as ``load``."""
+        plans, used, wanted = list[ChainPlan](), set[str](), self.plan.wanted
+        sizes: dict[str, Any] = {"positions": wanted.positions, "activation_bytes": wanted.activation_bytes}
+        for stages in [self.options.stages] if self.options.stages else range(1, len(self.pool.peers) + 1):
+            with suppress(UserError, ResourceError):  # the workers that are left make no such chain
+                while True:
+                    sizes |= {"dtype": self.plan.dtype, "stages": stages, "without": used}
+                    plans.append(await self.pool.plan(self.model, wanted.sizes, **sizes))
+                    used |= {stage.peer.id for stage in plans[-1].stages}
+        plans = [replace(plan, spares=plans[-1].spares) for plan in plans] or [self.plan]
+        consoles = [self.console, *(Console(quiet=True) for _ in plans[1:])]  # one of them shows progress
+        return await asyncio.gather(*map(self.load, plans, consoles))
 
 
 @asynccontextmanager

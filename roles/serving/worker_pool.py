@@ -4,7 +4,7 @@ layers."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -285,6 +285,7 @@ class WorkerPool:
         activation_bytes: int,
         dtype: str = "",
         stages: int | None = None,
+        without: Collection[str] = (),
         measure_s: float = 2.0,
     ) -> ChainPlan:
         """Measure the relevant links and place the model. A chain of parts that are loaded already is used again.
@@ -293,11 +294,12 @@ class WorkerPool:
             positions: cache positions of all sessions together.
             activation_bytes: size of one position's hidden state between stages.
             stages: number of stages; None: the best number.
+            without: ids of workers that are not used.
 
         Raises:
             UserError, ResourceError: as ``ring.planning.serving.place_model``.
         """
-        there = [peer for peer in self.peers.values() if not peer.lost]
+        there = [peer for id, peer in self.peers.items() if not peer.lost and id not in without]
         seats = [self.candidate_of(peer) for peer in there]
         await self._measure(seats, measure_s)
         wanted = ServingWorkload(sizes, positions, activation_bytes, self.context.peer_id, dict(self.links))

@@ -49,6 +49,8 @@ def test_each_document_and_the_total_are_shown(command: Command, typed: tuple[st
         (["--format", "chat", "--stride", "9"], "not for conversations"),
         (["--format", "docx"], "use auto, text"),
         (["--dtype", "int3"], "use fp32, bf16, fp16"),
+        (["--split", "2", "--device", "cpu"], "workers compute the model"),
+        (["--window", "1048577"], "1048576"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
@@ -56,6 +58,16 @@ def test_what_cannot_be_measured_is_refused(
 ) -> None:
     outcome = command(*typed, *more)
     assert (outcome.code, said in outcome.err) == (2, True), outcome.err
+
+
+def test_without_workers_the_command_says_what_to_start(
+    command: Command, typed: tuple[str, ...], fake_seed: Any, tmp_path: Path
+) -> None:
+    fake_seed.answers["peers.list"] = {"peers": []}
+    outcome = command(*typed, "--split")
+    assert (outcome.code, "p2ptrain join" in outcome.err) == (2, True), outcome.err
+    outcome = command(*typed[:-1], str(tmp_path / "gone"), "--split")
+    assert (outcome.code, "does not exist" in outcome.err) == (2, True), outcome.err
 
 
 def test_the_window_is_that_of_the_job(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from p2ptrain.compute.data import DataSpec
-from p2ptrain.compute.evaluation import Evaluation
+from p2ptrain.compute.evaluation import Evaluation, score_here
 from p2ptrain.compute.text import ChatFormat
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.tokenizer_training import SampledText, save_new, train_vocabulary
@@ -56,8 +56,8 @@ def texts(tmp_path: Path) -> Path:
 
 def evaluate(model: Path, path: Path, *, stride: int | None = None, width: int = WIDTH, **data: Any) -> Evaluation:
     spec = DataSpec(str(path), width, **data)
-    found = Evaluation(model, Tokenizer.of_directory(model), spec, stride=stride, device="cpu", dtype="fp32")
-    found.run()
+    found = Evaluation(Tokenizer.of_directory(model), spec, stride=stride)
+    score_here(found, model, "cpu", "fp32")
     return found
 
 
@@ -126,26 +126,50 @@ def test_of_conversations_the_answers_count(model: Path, tmp_path: Path) -> None
     path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     form = ChatFormat(Tokenizer.of_directory(model))
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    expected = list[float]()
+    expected = list[list[float]]()
     for chat in chats:
         (text,) = form.training_texts(chat)
         (encoding,) = form.encode([text.text])
         ids = torch.tensor([encoding.ids])
         with torch.no_grad():
             losses = F.cross_entropy(reference(ids[:, :-1]).logits[0], ids[0, 1:], reduction="none").tolist()
+        expected.append([])
         for (start, _), loss in zip(encoding.offsets[1:], losses, strict=True):
             if any(first <= start < stop for first, stop in zip(text.bounds[::2], text.bounds[1::2], strict=True)):
-                expected.append(loss)
+                expected[-1].append(loss)
     found = evaluate(model, path, format="chat", width=60)
-    assert (found.total.tokens, found.documents) == (len(expected), [])
-    assert found.total.to_map()["loss"] == pytest.approx(np.mean(expected), abs=1e-5)
-    assert found.total.to_map()["bits_a_byte"] is None
+    assert [score.name for score in found.documents] == [f"{path}:1", f"{path}:2"]
+    assert [score.tokens for score in found.documents] == [len(losses) for losses in expected]
+    for score, losses in zip([*found.documents, found.total], [*expected, list(chain(*expected))], strict=True):
+        assert score.to_map()["loss"] == pytest.approx(np.mean(losses), abs=1e-5)
+        assert score.to_map()["bits_a_byte"] is None
     assert found.done_bytes == found.total_bytes
 
 
+@pytest.mark.parametrize("stride", [None, STRIDE])
+def test_a_text_is_the_same_in_pieces_and_its_windows_in_any_order(
+    model: Path, texts: Path, stride: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = evaluate(model, texts, stride=stride)
+    monkeypatch.setattr("p2ptrain.compute.tokenizing.PIECE_CHARS", 40)
+    monkeypatch.setattr("p2ptrain.compute.tokenizing.OVERLAP_CHARS", 20)
+    pieces = evaluate(model, texts, stride=stride)
+    assert [*pieces.documents, pieces.total] == [*whole.documents, whole.total]
+    shuffled = Evaluation(Tokenizer.of_directory(model), DataSpec(str(texts), WIDTH), stride=stride)
+    forward = Evaluation(Tokenizer.of_directory(model), DataSpec(str(texts), WIDTH), stride=stride)
+    random = np.random.default_rng(1)
+    windows = [
+        (window, -(10.0 ** random.uniform(-9, 3, len(window.tokens) - window.first)).astype(np.float32))
+        for window in shuffled.windows(270)
+    ]
+    assert len(list(forward.windows(270))) == len(windows) > 9
+    for evaluation, order in ((forward, windows), (shuffled, reversed(windows))):
+        for window, scores in order:
+            evaluation.add(window, scores)
+    assert forward.total == shuffled.total
+
+
 def test_what_cannot_be_scored_is_refused(model: Path, texts: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="more than the model's context of 64"):
-        evaluate(model, texts, width=65)
     with pytest.raises(UserError, match="does not exist"):
         evaluate(model, tmp_path / "gone")
     short = tmp_path / "short.txt"

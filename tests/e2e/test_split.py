@@ -95,6 +95,23 @@ async def test_the_texts_are_those_of_transformers(cluster: Cluster, tmp_path: P
     assert len(document["split"]["stages"]) == STAGES
 
 
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_evaluation_by_workers_is_that_of_one_process(cluster: Cluster, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(PROMPTS * 20))
+    asked = ["evaluate", "--data", str(text), "--window", "64", "--json"]
+    found = []
+    for more in ([], ["--split", "2"], ["--split"]):
+        process = await cluster.machine.start(*asked, *more, *(cluster.place if more else cluster.place[:2]))
+        assert await process.end() == 0, process.text
+        found.append(json.loads("\n".join(process.out)))
+    whole, split, shared = found
+    assert [len(document.get("split", [])) for document in found] == [0, 1, STAGES]
+    assert split["total"] == shared["total"], "the same bits"
+    assert split["total"]["loss"] == pytest.approx(whole["total"]["loss"], abs=1e-5)
+    assert split["total"]["tokens"] == whole["total"]["tokens"] == len(text.read_bytes())
+
+
 def test_ctrl_c_leaves_at_once_and_takes_nothing_from_others(cluster: Cluster) -> None:
     leaving = subprocess.Popen(
         cluster.command("generate", "hello", "--split", str(STAGES), *options(50_000, None)),

@@ -99,11 +99,12 @@ async def scene_of(
     *,
     names: Sequence[str] = ("w0", "w1", "w2", "w3"),
     delay_s: Callable[[str, str], float] = lambda source, target: NEAR_S,
+    stand_ins: Callable[..., Any] = StandIns,
     **holding: Any,
 ) -> AsyncIterator[Scene]:
     """These workers, and a client. Needs virtual time."""
     network = MemoryNetwork(delay_s=delay_s)
-    workers = {name: Stage(name, network.at(name), directory / name, StandIns(**holding)) for name in names}
+    workers = {name: Stage(name, network.at(name), directory / name, stand_ins(**holding)) for name in names}
     told: list[tuple[str, str, str]] = []
     world = World(LoopClock(), network.at("client"), RealDisk(), random.Random(1), LoopThreads())
     context = ClientContext(
