@@ -140,6 +140,8 @@ def _load_profile(name: str, sets: list[str], workers: int, *, attacked: bool) -
     made = load_for(workers, name, [*sets, copies], usual)
     if attacked:
         check_attackable(made.job)
+    if made.data.private:
+        raise UserError("data.private = true: all workers here read one text", remedy="--set data.private=false")
     if made.checkpoint.every == 0:
         raise UserError("checkpoint.every = 0: there would be nothing to compare", remedy=f"set it to {SAVE_EVERY}")
     return made

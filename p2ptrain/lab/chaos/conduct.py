@@ -65,6 +65,11 @@ class ChaosPlan:
     attack: str = ""
     attackers: int = 0
 
+    @property
+    def writers(self) -> int:
+        """Workers that save the same step."""
+        return 1 if self.profile.job.strategy == "server" else self.workers
+
     def attack_of(self, number: int) -> str:
         return self.attack if number > self.workers - self.attackers else ""
 
@@ -509,7 +514,7 @@ class ChaosRun:
         self._console.event("info", f"undisturbed: {rate:.2f} steps/s; injecting faults now")
 
     async def _common_checkpoint(self) -> int:
-        """Wait until all workers have saved the same step, and return it; 0: they did not in time."""
+        """Wait until all that save have saved the same step, and return it; 0: they did not in time."""
         observer, history, stuck = self._observer, self._history, self._faults.stuck
         self._console.event("info", "no more faults; waiting for all workers and for a checkpoint from each of them")
         if not await observer.until(lambda: observer.is_finished or self._is_whole(), PATIENCE_S):
@@ -520,7 +525,8 @@ class ChaosRun:
         def common() -> int:
             steps = {info.step for info in history.saved.values() if info.step > after}
             done = observer.info.steps_total if observer.is_finished and observer.info else 0
-            return max((step for step in steps if names <= history.holders(step)), default=done)
+            writers = {step: len(names & history.holders(step)) for step in steps}
+            return max((step for step in steps if writers[step] >= self._plan.writers), default=done)
 
         if not await observer.until(lambda: common() > 0, PATIENCE_S):
             stuck.append(f"no checkpoint from all workers within {PATIENCE_S:.0f} s after step {after}")
@@ -562,8 +568,8 @@ class ChaosRun:
         found = await asyncio.to_thread(read_saved_states, plan.root, observer.job, step, names)
         failed = [observer.info.reason] if observer.info and observer.state in ("failed", "cancelled") else []
         equal = judge.check_equal("the state is equal on all members", found.states)
-        if not step or len(found.states) < plan.workers:
-            text = f"{len(found.states)} of {plan.workers} hold a whole checkpoint of step {step}"
+        if not step or len(found.states) < plan.writers:
+            text = f"{len(found.states)} of {plan.writers} hold a whole checkpoint of step {step}"
             equal = InvariantResult(equal.name, False, text)
         unchecked = InvariantResult("no replica drifted", None, "not checked on plain TCP with damaged bytes")
         report.verdicts += [

@@ -133,6 +133,7 @@ def test_equal_states() -> None:
     odd = check_equal("equal", {"a": "x" * 20, "b": "y" * 20, "c": "x" * 20})
     assert (odd.held, odd.text) == (False, f"{'x' * 16}… at a, c; {'y' * 16}… at b")
     assert check_equal("equal", {}).held is None
+    assert check_equal("equal", {"a": "x" * 20}).held is None, "with strategy 'server' one worker saves"
 
 
 def test_steps_that_are_done_again_are_no_goodput() -> None:
@@ -174,6 +175,7 @@ def test_a_report_says_what_a_program_needs(capsys: pytest.CaptureFixture[str]) 
         (["--duration", "soon"], "not a duration"),
         (["--set", "job.workers=5", "--workers", "2"], "5 workers"),
         (["--set", "checkpoint.every=0"], "nothing to compare"),
+        (["--profile", "federated", "--workers", "3"], "all workers here read one text"),
         (["--attack", "bite"], "--attack bite is not a valid value"),
         (["--attack", "scale", "--attackers", "4"], "none would be honest"),
         (["--attack", "scale", "--set", "job.exact=true"], "change whole vectors"),
