@@ -203,7 +203,7 @@ def clean(
         used_at = max(file.st_mtime for file in [directory.stat(), *files])
         names = {"directory": str(directory), "path": facts.path if facts else "?", "used_at": used_at}
         found.append(names | numbers | {"state": _state_of(directory, facts)})
-    chosen = [entry for entry in found if everything or entry["state"] != "current"]
+    chosen = [entry for entry in found if everything or entry["state"] not in ("current", "fetched")]
     if not as_json:
         rows = [
             (it["path"], it["state"], f"{it['tokens']:,}", human_bytes(it["bytes"]), human_time(it["used_at"]))

@@ -38,6 +38,7 @@ from p2ptrain.compute.text import ChatFormat, TrainingText
 from p2ptrain.compute.token_store import (
     FACTS,
     FORMAT,
+    TOKENS,
     OnProgress,
     StoreFacts,
     StoreWriter,
@@ -204,7 +205,7 @@ def load_corpus(
     model lacks; the chat template cannot be used; ``UserError``: a file cannot be read or is not text, or too many rows
     cannot be used; ``ResourceError``: what must be held whole does not fit into memory; ``StorageError``: the tokens
     cannot be stored."""
-    if (Path(spec.path) / FACTS).is_file():  # from another worker
+    if all((Path(spec.path) / name).is_file() for name in (FACTS, TOKENS)):  # from another worker
         store, not_read = open_received(Path(spec.path), spec.format, tokenizer.vocab_size, on_progress), ""
     else:
         files, not_read = search_files(spec.path, spec.format)

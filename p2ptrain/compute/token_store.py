@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ FORMAT = 2
 TOKENS, MARKS, FACTS = "tokens.bin", "marks.bin", "store.json"
 _READ_BYTES = _BUFFER_BYTES = 1 << 20
 _POLL_S = 0.2
+_MAX_FACTS_BYTES = 256 << 20  # with the windows that are being filled
 DISK = RealDisk()
 
 OnProgress = Callable[[str, float], None]
@@ -119,10 +120,9 @@ def status_of(file: Path) -> os.stat_result:
 
 def read_facts(directory: Path) -> StoreFacts | None:
     """None: there are none."""
-    try:
-        return StoreFacts(**json.loads((directory / FACTS).read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return None
+    with suppress(StorageError, ProtocolError):
+        return facts_untrusted(DISK.read(directory / FACTS, max_bytes=_MAX_FACTS_BYTES))
+    return None
 
 
 def open_store(directory: Path, on_progress: OnProgress = no_progress) -> TokenStore | None:
@@ -137,19 +137,20 @@ def open_received(directory: Path, form: str, vocab_size: int, on_progress: OnPr
     """The store in ``directory``, which other workers sent. Raises ``ConfigError``: it is damaged, or not made for
     ``data.format`` ``form`` and a tokenizer of ``vocab_size`` tokens."""
     try:
-        facts = facts_untrusted((directory / FACTS).read_bytes())
+        facts = facts_untrusted(DISK.read(directory / FACTS, max_bytes=_MAX_FACTS_BYTES))
+        facts.rows, facts.note = {}, ""  # texts for people
         if (facts.form, facts.vocab_size) != (form, vocab_size):
             raise ProtocolError(f"they are of another format, or of a tokenizer of {facts.vocab_size} tokens")
         if (store := _verify_and_map(directory, facts, on_progress)) is None:
             raise ProtocolError("they are damaged")
         return store
-    except (OSError, ProtocolError) as error:
+    except (OSError, StorageError, ProtocolError) as error:
         text = f"the tokens in {directory}, from another worker, cannot be used: {error}"
         raise ConfigError(text, remedy="remove them, and start again: p2ptrain data clean") from None
 
 
 def facts_untrusted(data: bytes) -> StoreFacts:
-    """Parse a peer's facts of a store, without its texts for people. Raises ``ProtocolError``."""
+    """Parse the facts of a store, which may be a peer's. Raises ``ProtocolError``."""
     try:
         facts: StoreFacts = TypeAdapter(StoreFacts).validate_json(data)
     except ValueError as error:
@@ -157,7 +158,7 @@ def facts_untrusted(data: bytes) -> StoreFacts:
     numbers = facts.numel, facts.highest, facts.vocab_size, facts.documents, facts.text_bytes
     if facts.dtype not in ("uint8", "uint16", "int32", "int64") or not all(0 <= number < 1 << 50 for number in numbers):
         raise ProtocolError("the facts of a token store have an invalid type or number")
-    return replace(facts, rows={}, note="", state={})
+    return facts
 
 
 def list_stores() -> list[Path]:
@@ -272,13 +273,18 @@ class StoreWriter:
 
 
 def _digest(directory: Path, facts: StoreFacts, on_progress: OnProgress) -> str:
+    """Empty: a token is none of the ids up to ``facts.highest``."""
     prefix = "pairs " if facts.form == "preference" else ""
     digest = hashlib.sha256(f"{prefix}{facts.dtype} {facts.vocab_size} ".encode())
-    buffer, read_bytes = bytearray(_READ_BYTES), 0
+    buffer, read_bytes, kind = bytearray(_READ_BYTES), 0, np.dtype(facts.dtype).newbyteorder("<")
     for name in facts.file_sizes:
         with (directory / name).open("rb", buffering=0) as file:
             while count := file.readinto(buffer):
                 digest.update(memoryview(buffer)[:count])
+                if name == TOKENS:
+                    tokens = np.frombuffer(buffer, kind, count // kind.itemsize)
+                    if tokens.min(initial=0) < 0 or tokens.max(initial=0) > facts.highest:
+                        return ""
                 read_bytes += count
                 on_progress("checking the tokens", read_bytes / max(read_bytes, facts.size_bytes))
     return digest.hexdigest()

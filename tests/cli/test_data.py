@@ -89,3 +89,14 @@ def test_tokens_of_changed_texts_are_removed(command: Command, chats: Path, tmp_
     (left,) = command("data", "clean", "--all", "--yes", "--json").json["stores"]
     assert (left["state"], left["removed"]) == ("gone", True)
     assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
+
+
+def test_a_fetched_model_is_kept_and_a_damaged_store_is_not(command: Command, tmp_path: Path) -> None:
+    """The adapters of a job that is done need the model, which no job fetches again."""
+    for name, content in (("model", {"config.json": "{}"}), ("text", {"tokens.bin": "", "store.json": '{"path": 5}'})):
+        place = tmp_path / "cache" / "p2ptrain" / "tokens" / name
+        place.mkdir(parents=True)
+        for file, text in content.items():
+            (place / file).write_text(text)
+    stores = command("data", "clean", "--yes", "--json").json["stores"]
+    assert [(store["state"], store["removed"]) for store in stores] == [("fetched", False), ("unfinished", True)]

@@ -127,10 +127,21 @@ def test_a_store_from_another_worker_is_the_same_text(texts: Path, case: str, bp
     assert np.array_equal(found.batch(windows).targets, made.batch(windows).targets)
     with pytest.raises(ConfigError, match="of another format"):
         load_corpus(spec, BYTES)
+    facts = json.loads((received / "store.json").read_text())
+    (received / "store.json").write_text(json.dumps(facts | {"highest": 3}))  # no id of the model would be checked
+    with pytest.raises(ConfigError, match="they are damaged"):
+        load_corpus(spec, bpe)
+    (received / "store.json").write_text(json.dumps(facts))
     with (received / "tokens.bin").open("r+b") as file:
         file.write(b"\x07\x07\x07\x07")
     with pytest.raises(ConfigError, match="they are damaged"):
         load_corpus(spec, bpe)
+
+
+def test_a_text_may_be_beside_a_file_named_like_a_store(texts: Path, tmp_path: Path) -> None:
+    shutil.copytree(texts / "text", tmp_path / "text")
+    (tmp_path / "text" / "store.json").write_text("{}")
+    assert corpus_of(tmp_path, "text", BYTES).digest.startswith(DIGESTS["text", "bytes"])
 
 
 def known(directory: Path) -> StoreFacts:

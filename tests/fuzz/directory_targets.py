@@ -244,4 +244,3 @@ _STORES = [_STORE, {**_STORE, "numel": 1 << 60}, {**_STORE, "dtype": "object"}, 
 def _check_store(data: bytes) -> None:
     facts = facts_untrusted(data)
     assert 0 <= facts.size_bytes <= 1 << 54
-    assert (facts.rows, facts.note) == ({}, "")
