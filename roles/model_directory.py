@@ -307,8 +307,6 @@ def files_untrusted(records: Iterable[TensorRecord]) -> dict[str, list[TensorRec
         ):
             raise ProtocolError(f"{record.name[:80]!r} is not the next range of a file")
         ranges.append(record)
-    if len(files) > MAX_FILES:
-        raise ProtocolError(f"the table has {len(files)} files; the limit is {MAX_FILES}")
     return files
 
 

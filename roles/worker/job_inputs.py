@@ -14,7 +14,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from contextlib import AsyncExitStack, closing, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from p2ptrain.core.tensor_files import INDEX_FILE
 from p2ptrain.core.text_files import find_files, is_stdlib
 from p2ptrain.core.texts import human_bytes, shortened
 from p2ptrain.core.threads import Thread
-from p2ptrain.core.tokenizer_files import TEXT_FILES, TOKENIZER_FILES
+from p2ptrain.core.tokenizer_files import TEXT_FILES, TOKENIZER_FILES, vocabulary_size
 from roles.line import QUIET_S
 from roles.model_directory import (
     ModelDirectory,
@@ -82,6 +82,7 @@ class JobInputs:
         self.progress = ""
 
     def close(self) -> None:
+        self._sources = {}
         if self._thread is not None:
             self._thread.close()
 
@@ -173,14 +174,15 @@ class JobInputs:
             raise ProtocolError(f"a worker offers {unknown[0]!r} as a file of {key}")
         kept = await self.thread.submit(self._context.inputs_dir)
         place = kept / compute_model_id("", records.values())
-        if self._disk.is_dir(place):
-            return place
         draft, began, sources = place.with_suffix(".part"), self._context.world.clock.now(), receiver.sources
         await self.thread.submit(partial(self._disk.make_dir, kept))
         lock = await self.thread.submit(partial(self._disk.try_lock, place.with_suffix(".lock")))
         if lock is None:
             raise NetworkError(f"another process of this machine fetches it to {place}")
-        with closing(lock):
+        with ExitStack() as held:
+            held.callback(self.thread.submit, lock.close)  # after a write that is not waited for any more
+            if self._disk.is_dir(place):
+                return place
             wanted = await self.thread.submit(partial(self._begin, draft, files))
             received_bytes, missing_bytes = 0, sum(record.size_bytes for record in wanted)
             async for record, data in receiver.tensors(wanted):
@@ -189,7 +191,8 @@ class JobInputs:
                 received_bytes += len(data)
                 if self._most_bps:
                     await asyncio.sleep(began + 8 * received_bytes / self._most_bps - self._context.world.clock.now())
-                self.progress = f"fetching {key}: {received_bytes / missing_bytes:.0%} of {human_bytes(missing_bytes)}"
+                share = received_bytes / max(missing_bytes, 1)  # 0: of an empty file with a false digest
+                self.progress = f"fetching {key}: {share:.0%} of {human_bytes(missing_bytes)}"
             await self.thread.submit(partial(self._publish, draft, place, files))
         took_s = self._context.world.clock.now() - began
         text = f"fetched {key}: {human_bytes(received_bytes)} from {', '.join(sources)} in {took_s:.1f} s"
@@ -242,8 +245,7 @@ class JobInputs:
         if key not in self._sources:
             return f"it does not have {key} yet, or does not send it"
         if key not in self._opened:
-            open_here = partial(open_files, self._sources[key], key, partial(_is_needed, key))
-            self._opened[key] = self.thread.submit(open_here)
+            self._opened[key] = self.thread.submit(partial(_open_input, self._sources[key], key))
         opened = self._opened[key]
         if not opened.done():
             return f"it is reading its files of {key}"
@@ -258,11 +260,11 @@ class JobInputs:
         if isinstance(opened, str):
             await connection.expect(TensorsRequest, timeout_s=QUIET_S)
             connection.send(TensorsPage(0, [], shortened(opened)))
-            await connection.flush(timeout_s=QUIET_S)
+            await connection.receive(timeout_s=QUIET_S)  # it closes, and has read the reason
             return
         self._recipients += 1
         try:
-            sent_bytes = await give(connection, opened, self.thread)
+            sent_bytes = await give(connection, opened, self.thread, is_open=lambda: bool(self._sources))
         finally:
             self._recipients -= 1
         if sent_bytes:
@@ -283,8 +285,14 @@ def _find_missing(profile: Profile, key: str) -> str:
         try:
             find_files(value, profile.data.format)
         except UserError as problem:
-            return problem.message
+            return problem.with_remedy
     return ""
+
+
+def _open_input(place: Path, key: str) -> ModelDirectory:
+    if place.is_file():
+        vocabulary_size(place)  # a job may name any file: only one that is a tokenizer leaves this machine
+    return open_files(place, key, partial(_is_needed, key))
 
 
 def _named(place: Path, value: str) -> Path:

@@ -69,7 +69,7 @@ MAX_LOADS = 4
 """Parts loaded at a time. Beside its reserved memory, each keeps the tensors that are being received."""
 SENDER = "sender"
 """Refusal code: the sender of the tensors is at fault."""
-NO_LONGER_OPEN = "the model is no longer available here: the client that opened it has left"
+NO_LONGER_OPEN = "the model is no longer available here: the client that opened it, or its job, has left"
 
 OnBytes = Callable[[int, int], None]
 """Called with (bytes placed, bytes in all)."""

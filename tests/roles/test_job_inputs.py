@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.compute_thread import ComputeThread
 from roles.worker.context import PeerContext
-from roles.worker.job_inputs import JobInputs
+from roles.worker.job_inputs import TELL_S, JobInputs
 from wire.connection import Connection
 from wire.handshake import local_welcome, serve
 from wire.job_messages import RANGE_BYTES, MemberRecord
@@ -200,13 +201,68 @@ async def test_a_worker_waits_until_another_one_has_it(host: Callable[..., Host]
 
 async def test_a_file_is_named_by_a_setting(host: Callable[..., Host], tmp_path: Path) -> None:
     one, lacking = host("one"), host("lacking", "one")
-    (tmp_path / "one" / "mine.json").write_text("tokens")
+    (tmp_path / "one" / "mine.json").write_text('{"model": {"vocab": {"a": 0}}}')
     (tmp_path / "one" / "other.json").write_text("not asked for")
     theirs = Profile.model_validate({"model": {"tokenizer": str(tmp_path / "one" / "mine.json")}})
     async with one.serving(theirs):
         brought = await lacking.inputs.bring(Profile.model_validate({"model": {"tokenizer": "far/mine.json"}}))
     place = Path(brought.model.tokenizer)
-    assert (place.name, files_in(str(place.parent))) == ("mine.json", {"mine.json": b"tokens"})
+    assert (place.name, files_in(str(place.parent))) == ("mine.json", {"mine.json": b'{"model": {"vocab": {"a": 0}}}'})
+
+
+async def test_a_file_that_is_no_tokenizer_is_not_sent(host: Callable[..., Host], tmp_path: Path) -> None:
+    """A job may name any file of a worker's disk."""
+    one = host("one")
+    (tmp_path / "one" / "accounts.json").write_text('{"password": "1234"}')
+    theirs = Profile.model_validate({"model": {"tokenizer": str(tmp_path / "one" / "accounts.json")}})
+    async with one.serving(theirs):
+        one.inputs._open("model.tokenizer")
+        await asyncio.sleep(1)
+        assert "cannot send model.tokenizer: cannot read the tokenizer" in str(one.inputs._open("model.tokenizer"))
+
+
+async def test_a_sender_that_leaves_the_job_says_so(host: Callable[..., Host], tmp_path: Path) -> None:
+    one, lacking = host("one"), host("lacking", "one")
+    async with one.serving(model_of(tmp_path / "one" / "model", 20 * RANGE_BYTES)):
+        asking = asyncio.create_task(lacking.inputs.bring(profile_of("/nowhere", share_mbps=8)))
+        await asyncio.sleep(20)
+        assert lacking.inputs.progress
+        one.inputs.close()
+        await asyncio.sleep(TELL_S)
+        asking.cancel()
+    assert not one.inputs._recipients
+    assert "does not have model.path" in lacking.notices[-1]
+
+
+async def test_two_processes_fetch_the_same_to_one_cache(host: Callable[..., Host], tmp_path: Path) -> None:
+    """One of them publishes it between the other one's two looks at the cache."""
+    one, first, second = host("one"), host("first", "one"), host("second", "one")
+    second.directory = first.directory
+
+    class LateDisk(SmallDisk):
+        def try_lock(self, path: Path) -> Any:
+            if not path.with_suffix("").exists():
+                shutil.copytree(path.with_suffix(".part"), path.with_suffix(""))
+            return super().try_lock(path)
+
+    async with one.serving(model_of(tmp_path / "one" / "model")):
+        first.disk.left = 3
+        with pytest.raises(StorageError):
+            await first.inputs.bring(profile_of("/nowhere"))
+        second.inputs._disk = LateDisk()
+        found = (await second.inputs.bring(profile_of("/nowhere"))).model.path
+    assert Path(found).parent == tmp_path / "first" / "kept"
+
+
+async def test_a_false_digest_of_an_empty_file_does_no_harm(
+    host: Callable[..., Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, lacking = host("one"), host("lacking", "one")
+    (tmp_path / "one" / "merges.txt").touch()
+    async with one.serving(profile_of(str(tmp_path / "one"))):
+        monkeypatch.setattr("roles.model_directory.hash_ranges", lambda data: bytes(32))
+        found = (await lacking.inputs.bring(profile_of("/nowhere"))).model.path
+    assert files_in(found) == {"merges.txt": b""}
 
 
 async def test_only_tokens_of_a_text_are_taken(host: Callable[..., Host], tmp_path: Path) -> None:
