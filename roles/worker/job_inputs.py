@@ -273,7 +273,8 @@ class JobInputs:
 
 
 def _is_shared(profile: Profile, key: str) -> bool:
-    return profile.data.share and not (key == TEXT and profile.data.private)
+    is_everywhere = key == TEXT and is_stdlib(profile.data.path)
+    return profile.data.share and not is_everywhere and not (key == TEXT and profile.data.private)
 
 
 def _find_missing(profile: Profile, key: str) -> str:
@@ -281,11 +282,10 @@ def _find_missing(profile: Profile, key: str) -> str:
     value = profile.value(key)
     if key != TEXT:
         return "" if os.path.exists(value) else f"{key} = {value!r} is not on this machine"
-    if not is_stdlib(value):
-        try:
-            find_files(value, profile.data.format)
-        except UserError as problem:
-            return problem.with_remedy
+    try:
+        find_files(value, profile.data.format)
+    except UserError as problem:
+        return problem.with_remedy
     return ""
 
 
