@@ -271,8 +271,9 @@ async def test_only_tokens_of_a_text_are_taken(host: Callable[..., Host], tmp_pa
     store.mkdir()
     for name in ("tokens.bin", "marks.bin", "store.json", "secret.txt"):
         (store / name).write_bytes(name.encode())
-    async with one.serving(Profile(), store):
-        found = (await lacking.inputs.bring(Profile.model_validate({"data": {"path": "/nowhere"}}))).data.path
+    text = Profile.model_validate({"data": {"path": "/nowhere"}})
+    async with one.serving(text, store):
+        found = (await lacking.inputs.bring(text)).data.path
     assert sorted(files_in(found)) == ["marks.bin", "store.json", "tokens.bin"]
 
 
