@@ -181,14 +181,15 @@ class TrainingWindows:
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, positions: Indices) -> Indices:
-        """The windows at ``positions`` (B,)."""
+    def __getitem__(self, at: Indices | slice) -> Indices:
+        """The windows at positions (B,), or at a slice of them."""
+        positions = np.arange(*at.indices(self._count)) if isinstance(at, slice) else at
         assert not positions.size or 0 <= positions.min() <= positions.max() < self._count
         windows: Indices = positions + self._block * np.searchsorted(self._before, positions, side="right")
         return windows
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Indices:
-        return np.asarray(self[np.arange(self._count)], dtype)
+        return np.asarray(self[:], dtype)
 
 
 def load_corpus(
