@@ -643,6 +643,7 @@ class Coordinator:
         if not self._roster.whole(ready):
             self._recovery.short_since = None
             self._deadlines.drop("grace", "build")
+            self.reason = "no worker is ready"
             if self._roster.parts > 1:
                 vacant = [str(part) for part, reports in enumerate(self._roster.by_part(ready)) if not reports]
                 text = f"a worker is needed for part {', '.join(vacant)} of the model's {self._roster.parts} parts"

@@ -34,7 +34,9 @@ RECENT_S = 600.0
 SHOWN = 8  # peers, jobs and problems, so that all fits one screen
 NEWEST = 200  # events that a seed sends at a time
 AT_WORK = frozenset({"idle", "serving", "following", "training"})
-PASSING = frozenset({"lost", "seed-lost", "hung", "struck-off", "not-following", "ring-broken", "step-refused", "link"})
+PASSING = frozenset(
+    {"lost", "seed-lost", "hung", "struck-off", "not-following", "ring-broken", "step-refused", "link", "waiting"}
+)
 
 
 def status(seed: SeedOption = "", as_json: JsonOption = False) -> None:

@@ -245,6 +245,7 @@ def test_logs_are_the_events_and_what_the_process_wrote(command: Command, fake_s
         ("checkpoint-failed", {}, {}, 1.7e9 + 40, False),
         ("checkpoint-failed", {}, {}, 1.7e9 + 60, True),
         ("data", {}, {}, 0, False),
+        ("waiting", {}, {}, 0, True),
     ],
 )
 def test_status_leaves_out_what_has_passed(

@@ -61,6 +61,7 @@ def test_of_two_lineages_at_the_same_step_one_wins(lineages: dict[str, str], win
 def test_a_worker_with_other_data_is_released_with_a_remedy_and_not_taken_again() -> None:
     desk = Desk()
     desk.offer("a", "b")
+    assert desk.core.reason == "no worker is ready"
     desk.ready("a")
     desk.report("b", "ready", corpus="D")
     (release,) = desk.of(co.SendRelease)
