@@ -34,7 +34,6 @@ from roles.model_directory import (
     file_of,
     files_untrusted,
     hash_ranges,
-    is_file_name,
     open_files,
 )
 from roles.worker.context import Context
@@ -57,8 +56,8 @@ FileRanges = Mapping[str, list[TensorRecord]]
 """By file name, the records of its ranges, in order."""
 RETRY_S = 2.0
 """Between two attempts to find a worker that has what is missing."""
-TELL_S = 300.0
-"""Between two notices that it is missing."""
+FIRST_PAUSE_S, MOST_PAUSE_S = 15.0, 300.0
+"""Between two notices that it is missing; each pause is twice as long as the one before."""
 
 
 class JobInputs:
@@ -122,16 +121,19 @@ class JobInputs:
         places = await self.thread.submit(self._read_places)
         if (known := places.get(key)) is not None and known[0] == value and self._disk.is_dir(Path(known[1])):
             return _named(Path(known[1]), value)
-        noticed_at = -TELL_S
+        notice_at, pause_s = 0.0, FIRST_PAUSE_S
         while True:
             try:
-                found = await self._fetch(key)
+                found = await self._fetch(key, value)
                 break
-            except (StorageError, asyncio.CancelledError):
+            except StorageError as problem:
+                problem.remedy = (
+                    "free some space, remove what is there with `p2ptrain data clean`, or set XDG_CACHE_HOME"
+                )
                 raise
             except P2PTrainError as problem:
-                if (now := self._context.world.clock.now()) >= noticed_at + TELL_S:
-                    noticed_at = now
+                if (now := self._context.world.clock.now()) >= notice_at:
+                    notice_at, pause_s = now + pause_s, min(2 * pause_s, MOST_PAUSE_S)
                     text = (
                         f"{missing}; waiting for another worker of the job that has it ({shortened(problem.message)})"
                     )
@@ -150,7 +152,7 @@ class JobInputs:
             return dict(json.loads(self._disk.read(self._places_file, max_bytes=MAX_PLACES_BYTES)))
         return {}
 
-    async def _fetch(self, key: str) -> Path:
+    async def _fetch(self, key: str, value: str) -> Path:
         context, problems = self._context, list[str]()
         receiver = ModelReceiver(key, self.thread)
         async with AsyncExitStack() as stack:
@@ -164,13 +166,13 @@ class JobInputs:
                     await stack.enter_async_context(receiver.taking(connection, printable(welcome.name)))
             if not receiver.sources:
                 raise NetworkError("; ".join(problems) or "no other worker is on it")
-            return await self._receive(key, receiver)
+            return await self._receive(key, value, receiver)
 
-    async def _receive(self, key: str, receiver: ModelReceiver) -> Path:
+    async def _receive(self, key: str, value: str, receiver: ModelReceiver) -> Path:
         records = await receiver.common_table()
         files = files_untrusted(records.values())
-        is_file = key == "model.tokenizer" and len(files) == 1  # it may have any name
-        if unknown := [name for name in files if not (_is_needed(key, name) or (is_file and is_file_name(name)))]:
+        own = Path(value).name if key == "model.tokenizer" else ""  # a file may have any name
+        if unknown := [name for name in files if not _is_needed(key, name) and name != own]:
             raise ProtocolError(f"a worker offers {unknown[0]!r} as a file of {key}")
         kept = await self.thread.submit(self._context.inputs_dir)
         place = kept / compute_model_id("", records.values())
@@ -185,7 +187,8 @@ class JobInputs:
                 return place
             wanted = await self.thread.submit(partial(self._begin, draft, files))
             received_bytes, missing_bytes = 0, sum(record.size_bytes for record in wanted)
-            async for record, data in receiver.tensors(wanted):
+            more = {"ahead_bytes": 0} if self._most_bps else {}
+            async for record, data in receiver.tensors(wanted, **more):
                 file = draft / file_of(record)
                 await self.thread.submit(partial(self._disk.append_file, file, memoryview(data)))
                 received_bytes += len(data)
@@ -219,8 +222,7 @@ class JobInputs:
         need_bytes, free_bytes = sum(record.size_bytes for record in wanted), self._disk.free_bytes(draft)
         if need_bytes > free_bytes:
             need, free = human_bytes(need_bytes), human_bytes(free_bytes)
-            remedy = "free some space, or remove old texts: p2ptrain data clean"
-            raise DiskFull(f"what the job reads needs {need} more, and {draft.parent} has {free} free", remedy=remedy)
+            raise DiskFull(f"what the job reads needs {need} more, and {draft.parent} has {free} free")
         return wanted
 
     def _publish(self, draft: Path, place: Path, files: FileRanges) -> None:

@@ -214,8 +214,11 @@ class ModelReceiver:
             recipient.take_untrusted(page)
         return recipient.records
 
-    async def tensors(self, records: Sequence[TensorRecord]) -> AsyncIterator[tuple[TensorRecord, bytearray]]:
-        """Yield each record and its verified bytes, in order.
+    async def tensors(
+        self, records: Sequence[TensorRecord], *, ahead_bytes: int = 32 << 20
+    ) -> AsyncIterator[tuple[TensorRecord, bytearray]]:
+        """Yield each record and its verified bytes, in order. ``ahead_bytes``: requested beyond the tensor that is
+        placed next, which keeps the link busy.
 
         Raises:
             Refused: every sender failed or no longer has the bytes; the message names them.
@@ -224,14 +227,13 @@ class ModelReceiver:
         self._loads += 1
         load, receiver = self._loads, self._receiver
         ahead: deque[tuple[TensorRecord, bytearray, list[tuple[int, str, int]]]] = deque()
-        rest, ahead_bytes = deque(records), 0
+        rest, asked_bytes = deque(records), 0
         try:
             while rest or ahead:
-                # Request up to 32 MiB beyond the tensor that is placed next, which keeps the link busy.
-                while rest and (not ahead or ahead_bytes + rest[0].size_bytes <= (32 << 20)):
+                while rest and (not ahead or asked_bytes + rest[0].size_bytes <= ahead_bytes):
                     record = rest.popleft()
                     ahead.append((record, *self._wanted(load, record)))
-                    ahead_bytes += record.size_bytes
+                    asked_bytes += record.size_bytes
                 for source in list(receiver.sources.values()):
                     receiver.offers(source)
                 record, data, keys = ahead[0]
@@ -242,7 +244,7 @@ class ModelReceiver:
                 for key in keys:
                     receiver.forget(key)
                 ahead.popleft()
-                ahead_bytes -= record.size_bytes
+                asked_bytes -= record.size_bytes
                 yield record, data
         finally:
             for _, _, keys in ahead:

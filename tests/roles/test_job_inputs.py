@@ -23,7 +23,7 @@ from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.compute_thread import ComputeThread
 from roles.worker.context import PeerContext
-from roles.worker.job_inputs import TELL_S, JobInputs
+from roles.worker.job_inputs import MOST_PAUSE_S, JobInputs
 from wire.connection import Connection
 from wire.handshake import local_welcome, serve
 from wire.job_messages import RANGE_BYTES, MemberRecord
@@ -151,8 +151,9 @@ async def test_an_interrupted_fetch_goes_on(host: Callable[..., Host], tmp_path:
     one, lacking = host("one"), host("lacking", "one")
     async with one.serving(model_of(tmp_path / "one" / "model")):
         lacking.disk.left = 3  # config.json and two ranges of the weights
-        with pytest.raises(StorageError, match="cannot write"):
+        with pytest.raises(StorageError, match="cannot write") as caught:
             await lacking.inputs.bring(profile_of("/nowhere"))
+        assert "XDG_CACHE_HOME" in caught.value.with_remedy
         (draft,) = (tmp_path / "lacking" / "kept").glob("*.part")
         with (draft / "model.safetensors").open("ab") as file:
             file.write(b"a torn range")
@@ -165,10 +166,16 @@ async def test_an_interrupted_fetch_goes_on(host: Callable[..., Host], tmp_path:
 async def test_a_fetch_keeps_to_its_rate(host: Callable[..., Host], tmp_path: Path) -> None:
     one, lacking = host("one"), host("lacking", "one")
     loop = asyncio.get_running_loop()
-    async with one.serving(model_of(tmp_path / "one" / "model")):
+    async with one.serving(model_of(tmp_path / "one" / "model", 20 * RANGE_BYTES)):
+        began = loop.time()
+        asking = asyncio.create_task(lacking.inputs.bring(profile_of("/nowhere", share_mbps=8)))
+        await asyncio.sleep(20)
+        asking.cancel()
+        await asyncio.sleep(1)
+        assert one.notices[-1] == "gave: sent 20.0 MiB of model.path to lacking"
         began = loop.time()
         await lacking.inputs.bring(profile_of("/nowhere", share_mbps=8))
-    assert 3 * RANGE_BYTES / 1e6 < loop.time() - began < 3 * RANGE_BYTES / 1e6 + 3
+    assert 14 * RANGE_BYTES / 1e6 < loop.time() - began < 16 * RANGE_BYTES / 1e6
 
 
 async def test_wrong_bytes_and_other_files_are_not_taken(host: Callable[..., Host], tmp_path: Path) -> None:
@@ -192,7 +199,8 @@ async def test_wrong_bytes_and_other_files_are_not_taken(host: Callable[..., Hos
 async def test_a_worker_waits_until_another_one_has_it(host: Callable[..., Host], tmp_path: Path) -> None:
     late, lacking = host("late"), host("lacking", "late")
     bringing = asyncio.create_task(lacking.inputs.bring(profile_of("/nowhere")))
-    await asyncio.sleep(30)
+    await asyncio.sleep(3600)
+    assert len(lacking.notices) == 16  # after 15, 30, 60, ... seconds, then every 300
     assert [note for note in lacking.notices if "'/nowhere' is not on this machine; waiting for another" in note]
     async with late.serving(model_of(tmp_path / "late" / "model")):
         await asyncio.sleep(10)
@@ -201,13 +209,13 @@ async def test_a_worker_waits_until_another_one_has_it(host: Callable[..., Host]
 
 async def test_a_file_is_named_by_a_setting(host: Callable[..., Host], tmp_path: Path) -> None:
     one, lacking = host("one"), host("lacking", "one")
-    (tmp_path / "one" / "mine.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    (tmp_path / "one" / "my.tok 1").write_text('{"model": {"vocab": {"a": 0}}}')
     (tmp_path / "one" / "other.json").write_text("not asked for")
-    theirs = Profile.model_validate({"model": {"tokenizer": str(tmp_path / "one" / "mine.json")}})
+    theirs = Profile.model_validate({"model": {"tokenizer": str(tmp_path / "one" / "my.tok 1")}})
     async with one.serving(theirs):
-        brought = await lacking.inputs.bring(Profile.model_validate({"model": {"tokenizer": "far/mine.json"}}))
+        brought = await lacking.inputs.bring(Profile.model_validate({"model": {"tokenizer": "far/my.tok 1"}}))
     place = Path(brought.model.tokenizer)
-    assert (place.name, files_in(str(place.parent))) == ("mine.json", {"mine.json": b'{"model": {"vocab": {"a": 0}}}'})
+    assert (place.name, files_in(str(place.parent))) == ("my.tok 1", {"my.tok 1": b'{"model": {"vocab": {"a": 0}}}'})
 
 
 async def test_a_file_that_is_no_tokenizer_is_not_sent(host: Callable[..., Host], tmp_path: Path) -> None:
@@ -228,7 +236,7 @@ async def test_a_sender_that_leaves_the_job_says_so(host: Callable[..., Host], t
         await asyncio.sleep(20)
         assert lacking.inputs.progress
         one.inputs.close()
-        await asyncio.sleep(TELL_S)
+        await asyncio.sleep(MOST_PAUSE_S)
         asking.cancel()
     assert not one.inputs._recipients
     assert "does not have model.path" in lacking.notices[-1]
