@@ -23,7 +23,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import Server
 
-from roles.http.answers import CLOSE, Problem
+from roles.http.answers import CLOSE, JsonApp, Problem
 
 MOST_CONNECTIONS = 256
 MOST_HEADER_BYTES = 16 << 10
@@ -43,10 +43,10 @@ STOP_S = 1
 
 @asynccontextmanager
 async def serving(
-    app: ASGIApp, sock: socket.socket, *, tls: ssl.SSLContext | None = None, websockets: bool = False
+    app: JsonApp, sock: socket.socket, *, tls: ssl.SSLContext | None = None, websockets: bool = False
 ) -> AsyncIterator[None]:
-    """Answer HTTP on the listening ``sock`` while the body runs. At the end ``app`` has ``STOP_S`` for its last
-    words, and ``sock`` is closed."""
+    """Answer HTTP on the listening ``sock`` while the body runs. At the end ``app`` stops and has ``STOP_S`` for its
+    last words, and ``sock`` is closed."""
     config = Config(
         _limit_times(app),
         http=_Connection,
@@ -79,6 +79,7 @@ async def serving(
     try:
         yield
     finally:
+        app.stop()
         await server.shutdown(sockets=[sock])
         for connection in list(server.server_state.connections):
             connection.transport.abort()  # clients that do not read the last answer

@@ -72,10 +72,7 @@ async def serving_http(
     app = HttpApp(service, world, key=key, local=is_loopback(address[0]))
     try:
         async with serving(app, sock):
-            try:
-                yield address
-            finally:
-                app.stop()
+            yield address
     finally:
         await app.settle(timeout_s=STOP_S)
 

@@ -107,7 +107,6 @@ async def serving_web(
             access = Keys(dict(zip(keys, needed, strict=True)), where)
         app = WebApp(seed.overview, LocalRequests(seed), create_job, more, access, allowed)
         await stack.enter_async_context(serving(app, sock, tls=tls, websockets=True))
-        stack.callback(app.stop)
         url = f"{'http' if tls is None else 'https'}://{format_address(shown, port)}"
         yield Web(url, list(keys.values()), own_certificate)
 
