@@ -24,12 +24,11 @@ from p2ptrain.core.world import real_world
 from roles.serving.model import ServedModel
 from roles.serving.texts import TextPiece, TextRequest, TextService
 from roles.serving.worker_peer import ClientContext
-from roles.verifier.client import IF_LOST, VERIFIER, RemoteText, VerifierClient
+from roles.verifier.client import VERIFIER, RemoteText, VerifierClient
 from wire.records import ABSENT_STATES, ServingInfo
 from wire.transport import TcpNetwork
 
 _OTHER_WAYS = "or use a checkpoint of this machine: --checkpoint DIR, or --job JOB"
-_CHAT_IF_LOST = "ask again when it is back, or use another one: p2ptrain chat --verifier NAME"
 
 
 @dataclass(slots=True)
@@ -101,7 +100,7 @@ async def text_source(
     """
     async with AsyncExitStack() as stack:
         if options.by_verifier:
-            yield await _of_verifier(stack, options, _CHAT_IF_LOST if idle else IF_LOST)
+            yield await _of_verifier(stack, options)
         elif directory is None:
             yield await _of_workers(stack, options, check, console, idle)
         else:
@@ -190,8 +189,8 @@ def show_unused_settings(text: ModelText) -> None:
 # --------------------------------------------------------------------------------------------- verifiers of a cluster
 
 
-async def _of_verifier(stack: AsyncExitStack, options: TextOptions, if_lost: str) -> TextSource:
-    verifier = RedialledVerifier(options.seed, await dial_verifier(options.seed, options.verifier, if_lost), if_lost)
+async def _of_verifier(stack: AsyncExitStack, options: TextOptions) -> TextSource:
+    verifier = RedialledVerifier(options.seed, await dial_verifier(options.seed, options.verifier))
     at = verifier.client.verifier
     context = "" if verifier.context is None else f"{verifier.context} tokens of context, "
     count = len(at.drafters)
@@ -204,25 +203,20 @@ async def _of_verifier(stack: AsyncExitStack, options: TextOptions, if_lost: str
 class RedialledVerifier:
     """A ``TextService`` that dials its verifier again for the next text if it was lost."""
 
-    def __init__(self, seed: str, client: VerifierClient, if_lost: str) -> None:
-        self.client = client
+    def __init__(self, seed: str, client: VerifierClient) -> None:
+        self.client, self._seed = client, seed
         self.model, self.context, self.created = client.model, client.context, client.created
-        self._seed, self._if_lost = seed, if_lost
 
     async def write(self, request: TextRequest) -> RemoteText:
         """As ``TextService.write``, and as ``dial_verifier``."""
         if self.client.lost:
             await self.client.close()
-            self.client = await dial_verifier(self._seed, self.client.verifier.name, self._if_lost)
+            self.client = await dial_verifier(self._seed, self.client.verifier.name)
         return await self.client.write(request)
 
 
-async def dial_verifier(seed: str, name: str, if_lost: str) -> VerifierClient:
-    """Dial a verifier that the seed lists.
-
-    Args:
-        name: its name or id; empty: any, if all have the same model.
-        if_lost: what the user can do if it is lost later.
+async def dial_verifier(seed: str, name: str) -> VerifierClient:
+    """Dial a verifier that the seed lists. ``name``: its name or id; empty: any, if all have the same model.
 
     Raises:
         UserError: there is none, or the choice is ambiguous.
@@ -243,7 +237,7 @@ async def dial_verifier(seed: str, name: str, if_lost: str) -> VerifierClient:
         text = f"no verifier is ready yet: {', '.join(loading)} still loads its model, or waits for workers"
         raise UserError(text, remedy=f"ask again in a moment; its terminal shows its progress; {_OTHER_WAYS}")
     context = ClientContext(real_world(access.network), access.peer_id or new_id(), operator_name(), access.host)
-    return await VerifierClient.dial(context, choose_verifier(verifiers, name), if_lost=if_lost)
+    return await VerifierClient.dial(context, choose_verifier(verifiers, name))
 
 
 def choose_verifier(verifiers: Sequence[ServingInfo], name: str) -> ServingInfo:

@@ -25,7 +25,7 @@ VERIFIER = "verifier"
 MOST_PIECES = 1 << 16
 """Most unread pieces of one text: far more than a correct verifier sends ahead of the reader."""
 MOST_CHARS = 1 << 28
-IF_LOST = "try again when it is back, or use another one: p2ptrain generate --verifier NAME"
+_IF_LOST = "ask again when it is back, or use another one: --verifier NAME"
 
 
 class VerifierClient:
@@ -33,9 +33,8 @@ class VerifierClient:
 
     created = 0  # unknown: the model's files are the verifier's
 
-    def __init__(self, verifier: ServingInfo, connection: Connection, if_lost: str = IF_LOST) -> None:
+    def __init__(self, verifier: ServingInfo, connection: Connection) -> None:
         self.verifier = verifier
-        self._if_lost = if_lost
         self._connection = connection
         self._line = Line(connection, QUIET_S)
         self._texts: dict[int, RemoteText] = {}
@@ -45,10 +44,10 @@ class VerifierClient:
         self._tasks.start(self._line.run(self._take_untrusted, self._end), f"verifier {verifier.name}")
 
     @classmethod
-    async def dial(cls, context: ClientContext, verifier: ServingInfo, *, if_lost: str = IF_LOST) -> Self:
-        """Connect to the verifier. ``if_lost``: remedy for people if it is lost. Raises as ``wire.handshake.dial``."""
+    async def dial(cls, context: ClientContext, verifier: ServingInfo) -> Self:
+        """Connect to the verifier. Raises as ``wire.handshake.dial``."""
         at = WorkerAddress(verifier.id, verifier.name, verifier.host, verifier.port)
-        return cls(verifier, await context.dial(at, "generate", role=VERIFIER), if_lost)
+        return cls(verifier, await context.dial(at, "generate", role=VERIFIER))
 
     @property
     def model(self) -> str:
@@ -98,12 +97,10 @@ class VerifierClient:
         assert self._problem is not None
         name, why = self.verifier.name, self._problem.message
         if text is None:
-            remedy = self._problem.remedy or self._if_lost
+            remedy = self._problem.remedy or _IF_LOST
             return NetworkError(f"the verifier {name} is lost: {why}", remedy=remedy)
         made = f"{text.count} tokens ({text.chars} characters) of its text had arrived"
-        return NetworkError(
-            f"the verifier {name} was lost in the middle of a text: {why}; {made}", remedy=self._if_lost
-        )
+        return NetworkError(f"the verifier {name} was lost in the middle of a text: {why}; {made}", remedy=_IF_LOST)
 
     def _end(self, problem: P2PTrainError) -> None:
         if self._problem is None:

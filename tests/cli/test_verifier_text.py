@@ -233,5 +233,5 @@ def test_a_verifier_that_is_lost_in_mid_answer_and_comes_back(
     assert partial.rstrip("�") in outcome.out
     assert outcome.out.index(partial.rstrip("�")) < outcome.out.rindex(whole)
     assert "lost in the middle of a text" in outcome.err
-    assert "or use another one: p2ptrain chat --verifier NAME" in outcome.err
+    assert "ask again when it is back, or use another one: --verifier NAME" in outcome.err
     assert "drafters: none" in outcome.out
