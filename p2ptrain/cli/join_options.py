@@ -93,11 +93,12 @@ class JoinOptions:
     http: HttpOption = ""
     api_keys: ApiKeyOption = None
     sessions: int = option_field("--sessions N", "For a verifier or drafter: texts at a time; 0: default.", 0, min=0)
-    wait: float | None = option_field(
+    wait: float = option_field(
         "--wait SECONDS",
         "Wait so long for a seed that does not answer; 0: not at all; default: until it does.",
-        None,
+        math.inf,
         min=0,
+        show_default=False,
     )
     attack: str = option_field("--attack KIND", "", "", hidden=True)  # of ``p2ptrain chaos``
     with_parent: bool = option_field("--with-parent", "", False, hidden=True)
@@ -125,10 +126,6 @@ class JoinOptions:
     @property
     def http_place(self) -> tuple[str, int] | None:
         return host_and_port("--http", self.http, HTTP_EXAMPLE)
-
-    @property
-    def wait_s(self) -> float:
-        return math.inf if self.wait is None else self.wait
 
     @property
     def model_directory(self) -> Path:

@@ -74,12 +74,12 @@ async def run_member(options: JoinOptions, make: Callable[[JoinContext], MemberR
 
     def retry_time_s(problem: P2PTrainError) -> float:
         waited_s = clock.now() - began
-        if not is_transient(problem) or waited_s >= options.wait_s:
+        if not is_transient(problem) or waited_s >= options.wait:
             return 0.0
         reason = f"{problem.message} ({problem.remedy})" if problem.remedy else problem.message
         text = f"waiting for the seed, {human_seconds(waited_s)}: {reason}; Ctrl+C gives up"
         console.progress(text, every_s=max(waited_s, 1.0))  # in a file the lines become rarer
-        return options.wait_s - waited_s
+        return options.wait - waited_s
 
     try:
         while True:
