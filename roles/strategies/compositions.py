@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from configs.schema import Profile
 from roles.compute_thread import ComputeThread
@@ -18,14 +17,8 @@ from roles.strategies.sharded import LockstepShards
 from roles.strategies.strategy import Factory, Strategy
 from roles.strategies.sync import GradientSum, MicroBatches
 
-
-@dataclass(frozen=True, slots=True)
-class _Composition:
-    """``parts``: the rings of a split model; None: each member holds the whole model."""
-
-    work: Work
-    exchange: Exchange
-    parts: PartRings | None = None
+_Composition = tuple[Work, Exchange, PartRings | None]
+"""The last is the rings of a split model; None: each member holds the whole model."""
 
 
 def _whole(profile: Profile, engine: Engine, compute: ComputeThread, progress: Progress) -> _Composition:
@@ -36,7 +29,7 @@ def _whole(profile: Profile, engine: Engine, compute: ComputeThread, progress: P
         exchange = GatheredVectors(engine, compute, profile.robust, profile.batch.micro_batches)
     else:
         exchange = GradientSum(engine)
-    return _Composition(MicroBatches(engine, compute, progress), exchange)
+    return MicroBatches(engine, compute, progress), exchange, None
 
 
 def _pipeline(profile: Profile, engine: Engine, compute: ComputeThread, progress: Progress) -> _Composition:
@@ -44,14 +37,12 @@ def _pipeline(profile: Profile, engine: Engine, compute: ComputeThread, progress
     assert stage is not None
     ahead, tokens = profile.batch.micro_batches, engine.data.tokens_per_micro_batch
     work = PipelinePasses(stage, compute, progress, profile.pipeline, ahead=ahead, tokens_per_micro_batch=tokens)
-    return _Composition(work, GradientSum(engine, stage.contributed_square_sum), PartRings(engine, stage.tied_gradient))
+    return work, GradientSum(engine, stage.contributed_square_sum), PartRings(engine, stage.tied_gradient)
 
 
 def _sharded(profile: Profile, engine: Engine, compute: ComputeThread, progress: Progress) -> _Composition:
     assert engine.shards is not None
-    return _Composition(
-        LockstepShards(engine, engine.shards, compute, progress), GradientSum(engine), PartRings(engine)
-    )
+    return LockstepShards(engine, engine.shards, compute, progress), GradientSum(engine), PartRings(engine)
 
 
 # DiLoCo (arXiv 2311.08105) and FedAvg (arXiv 1602.05629) differ from ``sync`` in what the engine computes and
@@ -69,16 +60,10 @@ def factory_of(profile: Profile) -> Factory:
     compose = STRATEGIES[profile.job.strategy]
 
     def make(engine: Engine, compute: ComputeThread, progress: Progress, bucket_bytes: int) -> Strategy:
-        made = compose(profile, engine, compute, progress)
-        choose_slot = None if engine.slots is None else federated.slot_chooser(profile, engine.slots, compute)
+        work, exchange, parts = compose(profile, engine, compute, progress)
+        before_step = None if engine.slots is None else federated.slot_chooser(profile, engine.slots, compute)
         return Strategy(
-            engine,
-            compute,
-            bucket_bytes,
-            work=made.work,
-            exchange=made.exchange,
-            parts=made.parts,
-            before_step=choose_slot,
+            engine, compute, bucket_bytes, work=work, exchange=exchange, parts=parts, before_step=before_step
         )
 
     return make

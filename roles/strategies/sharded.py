@@ -10,19 +10,21 @@ multiple of p, some members repeat a micro-batch in the last pass, and it does n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from p2ptrain.core.training import OnFinal
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
 from roles.engine import Engine, ShardedEngine
 from roles.process_group import RingOperations
-from roles.strategies.interface import ConnectPeers, Progress, Work
+from roles.strategies.interface import ConnectPeers, Progress
+from roles.strategies.sync import MicroBatches
 
 
-class LockstepShards(Work):
+class LockstepShards(MicroBatches):
     def __init__(self, engine: Engine, shards: ShardedEngine, compute: ComputeThread, progress: Progress) -> None:
-        self._engine, self._shards_engine, self._compute, self._progress = engine, shards, compute, progress
+        super().__init__(engine, compute, progress)
+        self._shards_engine = shards
         self._members: RingOperations | None = None  # of this replica, in this view
         self._shard, self._shards = 0, 1
 
@@ -37,23 +39,11 @@ class LockstepShards(Work):
     async def compute(self, step: int, first: int, count: int, on_final: OnFinal | None, *, patience_s: float) -> None:
         if self._members is not None:
             self._members.patience_s = patience_s
-        passes = list(self._passes(first, count))
-        for number, (index, counts) in enumerate(passes, start=1):
-            at_the_end = on_final if number == len(passes) else None
-            await self._compute.run(self._shards_engine.micro_batch, step, index, at_the_end, counts=counts)
-            self._progress()
+        await super().compute(step, first, count, on_final, patience_s=patience_s)
 
-    async def validate(self, first: int, count: int, *, patience_s: float) -> tuple[float, int]:
-        total, targets = 0.0, 0
-        for index, counts in self._passes(first, count):
-            loss, number = await self._compute.run(self._engine.validate, index, 1)
-            if counts:
-                total, targets = total + loss, targets + number
-            self._progress()
-        return total, targets
+    def _passes(self, first: int, count: int) -> Sequence[tuple[int, bool]]:
+        indices = range(self._shard, count + self._shard, self._shards)
+        return [(first + min(index, count - 1), index < count) for index in indices]
 
-    def _passes(self, first: int, count: int) -> Iterator[tuple[int, bool]]:
-        """This member's passes for a share: the micro-batch's index, and whether it counts."""
-        for start in range(0, count, self._shards):
-            index = start + self._shard
-            yield first + min(index, count - 1), index < count
+    def _micro_batch(self, step: int, index: int, on_final: OnFinal | None, counts: bool) -> None:
+        self._shards_engine.micro_batch(step, index, on_final, counts=counts)

@@ -8,7 +8,7 @@ every new view, hence after every aborted step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -37,18 +37,27 @@ class MicroBatches(Work):
         self._engine, self._compute, self._progress = engine, compute, progress
 
     async def compute(self, step: int, first: int, count: int, on_final: OnFinal | None, *, patience_s: float) -> None:
-        last = first + count - 1
-        for index in range(first, first + count):
-            await self._compute.run(self._engine.micro_batch, step, index, on_final if index == last else None)
+        passes = self._passes(first, count)
+        for number, (index, counts) in enumerate(passes, start=1):
+            at_the_end = on_final if number == len(passes) else None
+            await self._compute.run(self._micro_batch, step, index, at_the_end, counts)
             self._progress()
 
     async def validate(self, first: int, count: int, *, patience_s: float) -> tuple[float, int]:
         total, targets = 0.0, 0
-        for index in range(first, first + count):
+        for index, counts in self._passes(first, count):
             loss, number = await self._compute.run(self._engine.validate, index, 1)
-            total, targets = total + loss, targets + number
+            if counts:
+                total, targets = total + loss, targets + number
             self._progress()
         return total, targets
+
+    def _passes(self, first: int, count: int) -> Sequence[tuple[int, bool]]:
+        """This member's passes for a share: the micro-batch's index, and whether it counts."""
+        return [(index, True) for index in range(first, first + count)]
+
+    def _micro_batch(self, step: int, index: int, on_final: OnFinal | None, counts: bool) -> None:
+        self._engine.micro_batch(step, index, on_final)
 
 
 class GradientSum(Exchange):
