@@ -118,10 +118,7 @@ class KeyValueCache(DynamicCache):
         return sum(layer.room.keys.nbytes + layer.room.values.nbytes for layer in self._own)
 
     def cut(self, keep: int) -> None:
-        """Keep the first ``keep`` positions."""
+        """Keep the first ``keep`` positions, or as many as all layers have: after a failed pass some may have more."""
+        keep = min(keep, *(layer.get_seq_length() for layer in self._own))
         for layer in self._own:
             layer.cut(keep)
-
-    def cut_to_at_most(self, keep: int) -> None:
-        """After a failed forward pass: cut all layers to the same length, at most ``keep``."""
-        self.cut(min(keep, *(layer.get_seq_length() for layer in self._own)))

@@ -68,49 +68,48 @@ def load_whole(
     except (OSError, UnicodeDecodeError) as error:
         text = f"cannot read {path}: {error}"
         raise ConfigError(text, remedy="give a model directory that save_pretrained wrote") from error
-    table = MergedTable(read_adapter(directory)) if is_adapter(directory) else TensorTable(directory)
+    table = _table_of(directory)
     try:
         layers = config_of(text).num_hidden_layers
         builder = ServedPartBuilder(PartSpec(text, 0, layers, layers, dtype, device), table.entries)
     except NotSplit:
-        return _load_unsplit(PartSpec(text, 0, 1, 1, dtype, device), table, on_bytes)
+        return _load_unsplit(PartSpec(text, 0, 1, 1, dtype, device), directory, on_bytes)
     builder.place_all(table, on_bytes)
     return builder.finish()
 
 
-def _load_unsplit(spec: PartSpec, table: TensorTable, on_bytes: OnBytes) -> ServedPart:
+def _load_unsplit(spec: PartSpec, directory: Path, on_bytes: OnBytes) -> ServedPart:
     device = pick_device(spec.device)
-    loaded, dtype = _load_with_transformers(table, device, spec.dtype)
+    loaded, dtype = load_module(directory, device, spec.dtype)
     model = WholeModel(loaded)
     on_bytes(model.weights_bytes, model.weights_bytes)
     layers = len(model.part)
     return ServedPart(replace(spec, stop=layers, layers=layers), model, DTYPES[dtype], device)
 
 
-def load_module(directory: Path, device: ComputeDevice, dtype: str = "") -> tuple[Any, str]:
+def load_module(directory: Path, device: ComputeDevice, wanted: str = "") -> tuple[Any, str]:
     """Transformers' model in ``directory``, in evaluation mode, and its dtype, a key of ``DTYPES``. An adapter is
     merged into its base's weights. Raises as ``load_whole``."""
-    table = MergedTable(read_adapter(directory)) if is_adapter(directory) else TensorTable(directory)
-    return _load_with_transformers(table, device, dtype)
-
-
-def _load_with_transformers(table: TensorTable, device: ComputeDevice, wanted: str) -> tuple[Any, str]:
-    directory = table.directory
+    table = _table_of(directory)
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(table.directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each architecture validates in its own way and with its own exceptions
-        text = f"{directory / 'config.json'} is not valid: {first_line(error)}"
+        text = f"{table.directory / 'config.json'} is not valid: {first_line(error)}"
         raise ConfigError(text, remedy="correct the file, or use another model") from error
     if getattr(config, "quantization_config", None) is not None:
         raise _quantized(config.model_type)
     dtype = choose_dtype(config, wanted)
     total_bytes = sum(math.prod(entry.shape) for entry in table.entries.values()) * dtype.itemsize
-    check_memory(total_bytes, device, f"the model in {directory}", _SMALLER_PART)
-    loaded: Any = load_model(directory, dtype)
+    check_memory(total_bytes, device, f"the model in {table.directory}", _SMALLER_PART)
+    loaded: Any = load_model(table.directory, dtype)
     if isinstance(table, MergedTable):
         for name, parameter in table.adapted.items():
             loaded.get_parameter(parameter).data.copy_(table.tensor(name))
     return loaded.to(device.torch_device).eval(), _encoding_of(dtype)
+
+
+def _table_of(directory: Path) -> TensorTable:
+    return MergedTable(read_adapter(directory)) if is_adapter(directory) else TensorTable(directory)
 
 
 def config_of(text: str) -> PretrainedConfig:
@@ -250,7 +249,7 @@ class ServedPart:
         self._check_request(state, work)
         activation_bytes(work.out_encoding, 0, self.width)
         x = self._input(work)
-        state.cache.cut(min(work.keep, state.cache.length))
+        state.cache.cut(work.keep)
         try:
             with torch.inference_mode(), translate_out_of_memory("the next tokens of a session", _FEWER_SESSIONS):
                 # The last stage computes one row even without samples, because ``logits=0`` would mean all rows.
@@ -265,7 +264,7 @@ class ServedPart:
                 losses = F.cross_entropy(logits, targets, reduction="none")
                 return Ran(memoryview(b""), tokens, bytes(bytes_of(losses.neg())))
         except BaseException:
-            state.cache.cut_to_at_most(work.keep)  # only some layers may have the new positions
+            state.cache.cut(work.keep)  # only some layers may have the new positions
             state.ids = state.ids[: work.keep]
             raise
 
@@ -348,10 +347,7 @@ class TokenHistory:
 
     def cut(self, keep: int) -> None:
         if keep < self.length:
-            self.cut_to_at_most(keep)
-
-    def cut_to_at_most(self, keep: int) -> None:
-        self.ids, self.state = self.ids[:keep], {}
+            self.ids, self.state = self.ids[:keep], {}
 
 
 class WholeModel:
@@ -383,6 +379,7 @@ class WholeModel:
         model, goes_on = self._model, bool(cache.state) and x.shape[1] == 1
         ids = torch.cat([cache.ids, x[0]])[None]
         state = cache.state if goes_on else {"attention_mask": torch.ones_like(ids), "use_cache": True}
+        cache.state = {}  # what a failed pass leaves in the model's own cache is not used
         if model._supports_logits_to_keep():
             state = state | {"logits_to_keep": logits}
         inputs = model.prepare_inputs_for_generation(
