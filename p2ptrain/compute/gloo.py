@@ -26,41 +26,32 @@ def why_no_gloo() -> str:
 
 
 class GlooGroup:
-    """This process's membership in a Gloo process group on the loopback. A process can have only one.
+    """This process's membership in groups of these backends on the loopback. A process can have only one.
 
     Args:
-        store_port: port of rank 0's rendezvous store. Rank 0 passes 0; the others get its attribute ``store_port``.
+        store_port: port of rank 0's rendezvous store.
         timeout_s: deadline of every operation, including the rendezvous.
+
+    Raises:
+        ConnectionLost: the other members did not come.
+        ConfigError: this torch lacks a backend.
     """
 
-    def __init__(self, rank: int, size: int, store_port: int, *, timeout_s: float) -> None:
-        self.rank, self.size = rank, size
-        self._timeout = timedelta(seconds=timeout_s)
-        try:
-            self._store = dist.TCPStore(  # type: ignore[attr-defined]
-                HOST, store_port, size, is_master=rank == 0, wait_for_workers=False, timeout=self._timeout
-            )
-        except RuntimeError as error:
-            raise ConnectionLost(f"torch's rendezvous failed: {line_of(error)}") from error
-        self.store_port = self._store.port
-        self.groups: dict[str, Any] = {}
-
-    def join(self, backends: Sequence[str] = ("gloo",)) -> None:
-        """Wait for the other members, and form a group of each backend. Raises ``ConnectionLost``, ``ConfigError``."""
+    def __init__(self, rank: int, size: int, store_port: int, backends: Sequence[str], *, timeout_s: float) -> None:
         if not set(backends) <= set(dist.Backend.backend_list):
             raise ConfigError(
                 "this torch does not know the backend p2p",
                 remedy=f"install p2ptrain for {sys.executable}; `import torch` then finds the backend",
             )
+        place, timeout = f"tcp://{HOST}:{store_port}", timedelta(seconds=timeout_s)
+        self.size = size
         try:
-            dist.init_process_group(
-                "gloo", store=self._store, rank=self.rank, world_size=self.size, timeout=self._timeout
-            )
-            self.groups = {name: dist.new_group(backend=name, timeout=self._timeout) for name in backends}
+            dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size, timeout=timeout)
+            self.groups: dict[str, Any] = {name: dist.new_group(backend=name, timeout=timeout) for name in backends}
         except RuntimeError as error:
             raise ConnectionLost(f"Gloo could not connect the workers: {line_of(error)}") from error
 
-    def all_reduce(self, buffer: npt.NDArray[np.generic], dtype: str, backend: str = "gloo") -> None:
+    def all_reduce(self, buffer: npt.NDArray[np.generic], dtype: str, backend: str) -> None:
         """Sum over all members, in place; ``dtype`` as in ``ring.dtypes``. Raises ``ConnectionLost``."""
         try:
             tensor = torch.from_numpy(buffer.view(np.int16) if dtype == "bfloat16" else buffer)

@@ -144,8 +144,7 @@ class BenchMember:
 
         missing = gloo.why_no_gloo()
         if not missing:
-            self._gloo = gloo.GlooGroup(self.rank, self.size, store_port, timeout_s=timeout_s)
-            self._gloo.join(backends)
+            self._gloo = gloo.GlooGroup(self.rank, self.size, store_port, backends, timeout_s=timeout_s)
         return {"missing": missing, "torch": gloo.TORCH_VERSION}
 
     # ------------------------------------------------------------------------------------------------------- all-reduce

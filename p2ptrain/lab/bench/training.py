@@ -144,21 +144,13 @@ def _build_engine(profile: Profile, threads: int, micro_batch_s: float) -> Engin
     return FastStandIn(profile, numel=numel, on_micro_batch=lambda step, index: time.sleep(micro_batch_s))
 
 
-@dataclass(slots=True)
-class RingTrainer:
-    """This project's trainer in one mode, at one member. ``lineage``: of the steps that it has committed."""
-
-    engine: Engine
-    strategy: Strategy
-    lineage: str
-
-
 class TrainingMember:
     """One member's trainers of all contenders, by name; ``build`` makes them. Rivals are trainers of torch."""
 
     def __init__(self, session: RingSession, gloo: GlooGroup | None) -> None:
         self._session, self._gloo, self._compute = session, gloo, ComputeThread()
-        self._trainers: dict[str, RingTrainer] = {}
+        self._strategies: dict[str, Strategy] = {}  # of this project, one for each mode
+        self._lineages: dict[str, str] = {}  # of the steps that each has committed
         self._rivals: dict[str, DdpTrainer] = {}
         self._first = self._count = 0
 
@@ -171,12 +163,12 @@ class TrainingMember:
         modes = {RING: profile}
         if profile.job.exact:  # the usual mode shows what exact mode costs
             modes[USUAL] = profile.model_copy(update={"job": profile.job.model_copy(update={"exact": False})})
-        make_strategy = strategy_of(profile)
+        make_strategy, engines = strategy_of(profile), dict[str, Engine]()
         for name, mode in modes.items():
-            engine = await self._compute.run(_build_engine, mode, threads, micro_batch_s)
+            engines[name] = engine = await self._compute.run(_build_engine, mode, threads, micro_batch_s)
             strategy = make_strategy(engine, self._compute, lambda: None, profile.ring.bucket_bytes)
             await strategy.begin_view(session, cast(ConnectPeers, None))  # each member holds the whole model
-            self._trainers[name] = RingTrainer(engine, strategy, first_lineage("bench"))
+            self._strategies[name], self._lineages[name] = strategy, first_lineage("bench")
         for name in rivals:
             from p2ptrain.compute.rivals import DdpTrainer
 
@@ -184,7 +176,7 @@ class TrainingMember:
             kind, _, backend = name.partition("-")
             make = partial(DdpTrainer, backend=backend or "gloo", sharded=kind != DDP)
             self._rivals[name] = await self._compute.run(make, self._gloo, training_spec(profile))
-        micro_batches, engine = profile.batch.micro_batches, self._trainers[RING].engine
+        micro_batches, engine = profile.batch.micro_batches, engines[RING]
         self._first, self._count = shares(micro_batches, session.size)[session.rank]
         return {
             "tokens_per_step": micro_batches * engine.data.tokens_per_micro_batch,
@@ -198,7 +190,7 @@ class TrainingMember:
         answer: Answer = {"seconds": [], "losses": [], "exposed_s": [], "communicating_s": [], "computed_s": 0.0}
         bytes_before = self._session.links.bytes_out
         for step in range(first, first + count):
-            await self._run_step(self._trainers[contender], step, answer)
+            await self._run_step(contender, step, answer)
         answer["sent_bytes"] = self._session.links.bytes_out - bytes_before
         return answer
 
@@ -210,21 +202,21 @@ class TrainingMember:
             seconds.append(time.perf_counter() - began)
         return {"seconds": seconds, "losses": await self._compute.run(rival.losses)}
 
-    async def _run_step(self, trainer: RingTrainer, step: int, answer: Answer) -> None:
+    async def _run_step(self, contender: str, step: int, answer: Answer) -> None:
         """Run one step as a worker does, and add its times and loss to ``answer``."""
-        session, strategy = self._session, trainer.strategy
+        session, strategy = self._session, self._strategies[contender]
         began = time.perf_counter()
         await strategy.compute(step, self._first, self._count, patience_s=PATIENCE_S)
         answer["computed_s"] += time.perf_counter() - began
         contribution = await strategy.reduce()
         answer["exposed_s"].append(strategy.exposed_s)
         answer["communicating_s"].append(strategy.communicating_s)
-        lineage = bytes.fromhex(trainer.lineage)
+        lineage = bytes.fromhex(self._lineages[contender])
         own = Token(session.view.generation, step, Flag(0), contribution.part, contribution.digest, lineage)
         messages = await session.all_gather(own.encode(), patience_s=PATIENCE_S)
         tokens = [Token.decode_untrusted(message) for message in messages]
         if reason := next(filter(None, (difference(own, token) for token in tokens)), ""):
             raise JobFailed(f"the members do not hold the same bytes: {reason} differs")
-        trainer.lineage = next_lineage(trainer.lineage, contribution.digest)
+        self._lineages[contender] = next_lineage(self._lineages[contender], contribution.digest)
         answer["losses"].append((await strategy.commit(step, contribution.part)).loss)
         answer["seconds"].append(time.perf_counter() - began)
