@@ -18,17 +18,16 @@ from p2ptrain.lab.sim.machine import (
     PROCESS,
     Buffer,
     MachineDisk,
-    Misconduct,
     Process,
     SimEngine,
     SimLoop,
     SimThreads,
 )
 from p2ptrain.lab.sim.mutations import Mutation
-from p2ptrain.lab.sim.observer import Observer
+from p2ptrain.lab.sim.observer import ObservedMachine, Observer
 from p2ptrain.lab.sim.probe import MachineProbe
 from p2ptrain.lab.stand_in import strategy_of_stand_ins
-from ring.job_member import JobMember, MemberPhase
+from ring.job_member import MemberPhase
 from ring.planning.workloads import ModelShape
 from roles.engine import Engine, Stage
 from roles.gauges import Gauges
@@ -79,30 +78,20 @@ class LinkDelays:
         return base + self.slow.get(frozenset((source, target)), 0.0) if self.slow else base
 
 
-class SimMachine:
+class SimMachine(ObservedMachine):
     """A computer with a disk. At most one program of the cluster runs on it at a time.
 
     Attributes:
         call_s: mean virtual time of one call on its threads.
-        announced: step → digest of the newest checkpoint that its worker reported, since its last restore.
-        wholes: the same for checkpoints with all parts of a split model.
-        misconduct: what its worker does wrong.
     """
 
     def __init__(self, simulation: Simulation, host: str, call_s: float) -> None:
-        self.host, self.call_s = host, call_s
-        self._simulation = simulation
-        self.disk = self._new_disk()
-        self.process = Process(host)
+        self._simulation, self.call_s = simulation, call_s
+        super().__init__(host, self._new_disk(), Process(host))
         self.process.alive = False
         self.task: asyncio.Task[None] | None = None
         self.stop = asyncio.Event()
-        self.core: JobMember | None = None  # of its worker's newest job
-        self.engine: SimEngine | None = None
         self.worker: Worker | None = None
-        self.announced: dict[int, str] = {}
-        self.wholes: dict[int, str] = {}
-        self.misconduct = Misconduct()
 
     @property
     def up(self) -> bool:
@@ -129,10 +118,6 @@ class SimMachine:
         """Whether its worker follows a ring that it is not in, or heals for that."""
         runner = self.worker._runner if self.worker is not None else None
         return runner is not None and runner.follower.active
-
-    @property
-    def stage(self) -> int:
-        return self.engine.stage.index if self.engine is not None else 0
 
     @property
     def left(self) -> str:

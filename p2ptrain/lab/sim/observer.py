@@ -35,7 +35,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -56,20 +56,28 @@ MOST_VIEWS = 150
 """Views of a short job of a split model. A job that needs more restarts over and over."""
 
 
-class ObservedMachine(Protocol):
-    """What the observer knows of a machine (``cluster.SimMachine``)."""
+@dataclass(eq=False)
+class ObservedMachine:
+    """What the observer knows of a machine, whose worker is of its newest job.
+
+    Attributes:
+        announced: step → digest of the newest checkpoint that its worker reported, since its last restore.
+        wholes: the same for checkpoints with all parts of a split model.
+        misconduct: what its worker does wrong.
+    """
 
     host: str
     disk: MachineDisk
     process: Process
-    core: JobMember | None
-    engine: SimEngine | None
-    misconduct: Misconduct
-    announced: dict[int, str]
-    wholes: dict[int, str]
+    core: JobMember | None = None
+    engine: SimEngine | None = None
+    misconduct: Misconduct = field(default_factory=Misconduct)
+    announced: dict[int, str] = field(default_factory=dict)
+    wholes: dict[int, str] = field(default_factory=dict)
 
     @property
-    def stage(self) -> int: ...
+    def stage(self) -> int:
+        return self.engine.stage.index if self.engine is not None else 0
 
 
 class Violation(AssertionError):
