@@ -93,7 +93,9 @@ def evaluate(
     if text.context is not None and width > text.context:
         problem = f"a window of {width} tokens is more than the model's context of {text.context}"
         raise UserError(problem, remedy=f"give --window {text.context} at most")
-    found = Evaluation(text.tokenizer, DataSpec(data, width, form, text_key), stride=stride)
+    # The options have checked bounds of their own.
+    spec = DataSpec.model_construct(path=data, sequence_tokens=width, format=form, text_key=text_key)
+    found = Evaluation(text.tokenizer, spec, stride=stride)
     facts = {"checkpoint": str(directory), "data": data, "window": width, "stride": stride}
     if split is not None:
         from p2ptrain.cluster.split_model import plan_split

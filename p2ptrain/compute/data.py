@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from configs.schema import Data
 from p2ptrain.compute.packing import (
     FIRST,
     TARGET,
@@ -55,7 +56,7 @@ from p2ptrain.compute.token_store import (
 from p2ptrain.compute.tokenizer import Tokenizer, Tokens
 from p2ptrain.compute.tokenizing import Place, encode_texts
 from p2ptrain.core.errors import ConfigError, UserError
-from p2ptrain.core.text_files import STDLIB, is_stdlib, search_files
+from p2ptrain.core.text_files import is_stdlib, search_files
 from p2ptrain.core.texts import time_left
 
 PREFERENCE = "preference"
@@ -69,24 +70,8 @@ _CHARS_PER_CALL, _TEXTS_PER_CALL = 1 << 20, 256
 _BYTES_PER_TOKEN = 8  # more than tokenizers reach: what is written at least
 
 
-@dataclass(frozen=True, slots=True)
-class DataSpec:
-    """The ``[data]`` table, which ``configs.schema`` explains, and whose values it has checked.
-
-    Attributes:
-        sequence_tokens: targets in one window, T; a window has T + 1 tokens.
-        format: see ``core.text_files``. document_end: see ``Tokenizer``. date: see ``ChatFormat``.
-    """
-
-    path: str = STDLIB
-    sequence_tokens: int = 128
-    format: str = "auto"
-    text_key: str = ""
-    bad_rows: float = 0.01
-    limit_bytes: int = 0
-    validation_fraction: float = 0.05
-    document_end: str = "auto"
-    date: str = ""
+DataSpec = Data
+"""What a corpus is made of. A window has ``sequence_tokens`` targets, T, and so T + 1 tokens."""
 
 
 @dataclass(frozen=True, slots=True)

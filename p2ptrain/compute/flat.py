@@ -18,13 +18,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from configs.schema import Optimizer
 from p2ptrain.compute.device import flushed_denormals, one_thread
 from p2ptrain.core.training import SettingsPeriod, period_at
 
@@ -167,24 +168,8 @@ SCHEDULES: dict[str, Callable[[float, float], float]] = {
 the highest, 0 the lowest. "wsd" stays at the highest, and falls evenly at the end (arXiv 2404.06395)."""
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerSpec:
-    """The ``[optimizer]`` table, checked by ``configs.schema``. ``name``: a key of ``compute.optimizer.OPTIMIZERS``."""
-
-    name: str = "adamw"
-    schedule: str = "cosine"
-    lr: float = 3e-3
-    min_lr_ratio: float = 0.1
-    warmup_steps: int = 40
-    decay_share: float = 0.2
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    momentum: float = 0.95
-    clip_norm: float = 1.0
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
+class OptimizerSpec(Optimizer):
+    """The ``[optimizer]`` table. ``name``: a key of ``compute.optimizer.OPTIMIZERS``."""
 
     def lr_at(self, step: float, steps: int) -> float:
         """Learning rate of step ``step``, counted from 0, of a run of ``steps`` steps. A fraction of a step: that much
@@ -204,7 +189,7 @@ class OptimizerSchedule:
     """The optimizer's settings of each step of a run. ``use``: the settings were changed from some steps on."""
 
     def __init__(self, spec: OptimizerSpec, steps: int) -> None:
-        self._periods: Sequence[SettingsPeriod] = [SettingsPeriod(0, asdict(spec), steps)]
+        self._periods: Sequence[SettingsPeriod] = [SettingsPeriod(0, spec.model_dump(), steps)]
 
     def use(self, periods: Sequence[SettingsPeriod]) -> None:
         self._periods = periods

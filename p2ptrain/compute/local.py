@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -42,6 +41,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from configs.schema import Local
 from p2ptrain.compute.device import flushed_denormals, one_thread
 from p2ptrain.compute.flat import FlatModel, OptimizerSchedule, Segment
 from p2ptrain.compute.gradients import InnerSteps
@@ -56,9 +56,8 @@ SCALARS = 3
 last two in units of a full micro-batch: fixed point has no room for larger numbers."""
 
 
-@dataclass(frozen=True, slots=True)
-class LocalSpec:
-    """The ``[local]`` table, whose values ``configs.schema`` has checked.
+class LocalSpec(Local):
+    """The ``[local]`` table, and what other strategies that average models need.
 
     Attributes:
         proximal: factor of the pull towards the shared parameters (FedProx, arXiv 1812.06127).
@@ -67,10 +66,6 @@ class LocalSpec:
         slots: members whose adapters are averaged exactly (``ExactAverage``); 0: parameters are averaged.
     """
 
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
-    fragments: int = 1
-    overlap: bool = False
     proximal: float = 0.0
     fresh: bool = False
     clip_norm: float = 0.0

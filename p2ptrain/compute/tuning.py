@@ -21,16 +21,17 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import xxhash
+from pydantic import Field
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from configs.schema import Lora
 from p2ptrain.compute.activations import bytes_of
 from p2ptrain.compute.flat import trained_parameters
 from p2ptrain.compute.model import DRAWING, outline, seed_of
@@ -43,18 +44,12 @@ ADAPTER_NAME = "default"  # peft's name of the only adapter
 _LINEAR = (nn.Linear, Conv1D)
 
 
-@dataclass(frozen=True, slots=True)
-class TuningSpec:
-    """The ``[lora]`` table, and ``model.freeze``. ``configs.schema`` has checked the values. ``freeze_a``: train
-    only the factors B (FFA-LoRA, arXiv 2403.12313)."""
+class TuningSpec(Lora):
+    """The ``[lora]`` table, and ``model.freeze``. ``freeze_a``: train only the factors B (FFA-LoRA, arXiv
+    2403.12313)."""
 
-    rank: int = 0
-    alpha: int = 16
-    dropout: float = 0.0
-    targets: tuple[str, ...] = (ALL_LINEAR,)
-    base: str = "fp32"
     freeze_a: bool = False
-    freeze: tuple[str, ...] = ()
+    freeze: list[str] = Field(default=[])
 
 
 ALL_OF_IT = TuningSpec()

@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -224,20 +224,19 @@ def build_holding(*, device: str, threads: int, memory_bytes: int) -> Holding:
 
 
 def training_spec(profile: Profile) -> TrainingSpec:
-    from p2ptrain.compute.data import DataSpec
     from p2ptrain.compute.flat import OptimizerSpec
     from p2ptrain.compute.local import LocalSpec
     from p2ptrain.compute.model import ModelSpec
     from p2ptrain.compute.recipe import TrainingSpec
     from p2ptrain.compute.tuning import TuningSpec
 
-    model, data, lora = profile.model, profile.data, profile.lora
+    model, data = profile.model, profile.data
     local, clip_norm = None, (profile.privacy.clip_norm if profile.privacy.epsilon else 0.0)
     if profile.job.strategy == "local":
         local = LocalSpec(**profile.local.model_dump(), clip_norm=clip_norm)
     elif profile.job.strategy == "federated":
-        averaged = LocalSpec(outer_lr=1.0, outer_momentum=0.0, fresh=True)  # the outer step is the members' average
-        local = replace(averaged, proximal=profile.federated.proximal, clip_norm=clip_norm, slots=slots(profile))
+        averaged: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "fresh": True}  # the members' average
+        local = LocalSpec(**averaged, proximal=profile.federated.proximal, clip_norm=clip_norm, slots=slots(profile))
     freeze_a = profile.job.strategy == "federated" and profile.federated.average == "frozen-a"
     spec: TrainingSpec = fill_from(
         TrainingSpec,
@@ -248,12 +247,12 @@ def training_spec(profile: Profile) -> TrainingSpec:
             path=Path(model.path) if model.path else None,
             tokenizer=Path(model.tokenizer) if model.tokenizer else None,
         ),
-        data=fill_from(DataSpec, data),
-        optimizer=fill_from(OptimizerSpec, profile.optimizer, name=profile.optimizer_name),
+        data=data,
+        optimizer=OptimizerSpec(**profile.optimizer.model_dump() | {"name": profile.optimizer_name}),
         validation_batches=profile.validation.batches,
         local=local,
         clip_norm=0.0 if local else clip_norm,
-        tuning=fill_from(TuningSpec, lora, targets=tuple(lora.targets), freeze=tuple(model.freeze), freeze_a=freeze_a),
+        tuning=TuningSpec(**profile.lora.model_dump(), freeze=model.freeze, freeze_a=freeze_a),
     )
     return spec
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ BYTES = Tokenizer.of_bytes()
 
 
 def spec(path: Path | str, **changes: object) -> DataSpec:
-    return replace(DataSpec(path=str(path), sequence_tokens=8), **changes)  # type: ignore[arg-type]
+    return DataSpec(path=str(path), sequence_tokens=8).model_copy(update=changes)
 
 
 @pytest.fixture
@@ -113,7 +112,7 @@ def test_documents_begin_as_prompts_do_and_end_with_the_end_token(tmp_path: Path
     given = spec(tmp_path / "a.jsonl")
     written = tokenizer.backend.decode(load_corpus(given, tokenizer).tokens, skip_special_tokens=False)
     assert written == "<s>one</s><s>two\n</s>" * 9
-    plain = load_corpus(replace(given, document_end="none"), tokenizer)
+    plain = load_corpus(given.model_copy(update={"document_end": "none"}), tokenizer)
     assert tokenizer.backend.decode(plain.tokens) == "one\ntwo\n" * 9
     assert bytes(load_corpus(given, BYTES).tokens) == b"one\ntwo\n" * 9
 

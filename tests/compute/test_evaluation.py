@@ -55,7 +55,7 @@ def texts(tmp_path: Path) -> Path:
 
 
 def evaluate(model: Path, path: Path, *, stride: int | None = None, width: int = WIDTH, **data: Any) -> Evaluation:
-    spec = DataSpec(str(path), width, **data)
+    spec = DataSpec(path=str(path), sequence_tokens=width, **data)
     found = Evaluation(Tokenizer.of_directory(model), spec, stride=stride)
     score_here(found, model, "cpu", "fp32")
     return found
@@ -155,8 +155,10 @@ def test_a_text_is_the_same_in_pieces_and_its_windows_in_any_order(
     monkeypatch.setattr("p2ptrain.compute.tokenizing.OVERLAP_CHARS", 20)
     pieces = evaluate(model, texts, stride=stride)
     assert [*pieces.documents, pieces.total] == [*whole.documents, whole.total]
-    shuffled = Evaluation(Tokenizer.of_directory(model), DataSpec(str(texts), WIDTH), stride=stride)
-    forward = Evaluation(Tokenizer.of_directory(model), DataSpec(str(texts), WIDTH), stride=stride)
+    shuffled = Evaluation(
+        Tokenizer.of_directory(model), DataSpec(path=str(texts), sequence_tokens=WIDTH), stride=stride
+    )
+    forward = Evaluation(Tokenizer.of_directory(model), DataSpec(path=str(texts), sequence_tokens=WIDTH), stride=stride)
     random = np.random.default_rng(1)
     windows = [
         (window, -(10.0 ** random.uniform(-9, 3, len(window.tokens) - window.first)).astype(np.float32))

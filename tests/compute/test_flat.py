@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -80,7 +79,7 @@ def test_the_update_is_that_of_adamw_and_leaves_the_gradients() -> None:
 def test_the_schedules() -> None:
     spec = OptimizerSpec(lr=1.0, min_lr_ratio=0.1, warmup_steps=4, decay_share=0.25)
     cosine, linear, constant, wsd = (
-        [replace(spec, schedule=name).lr_at(step, 24) for step in range(30)]
+        [spec.model_copy(update={"schedule": name}).lr_at(step, 24) for step in range(30)]
         for name in ("cosine", "linear", "constant", "wsd")
     )
     assert cosine[:5] == linear[:5] == constant[:5] == wsd[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])

@@ -101,8 +101,8 @@ def test_an_inner_step_of_an_island_is_one_of_all_its_micro_batches(tmp_path: Pa
     """So two processes with micro-batches of two sequences do what one does with half as many, of four. Those of
     conversations have different numbers of targets."""
     path = WINDOWS if form == "text" else written(tmp_path / "x.jsonl", ONE_EACH)
-    data = DataSpec(str(path), 48, form, validation_fraction=0.3)
-    spec = tiny_spec("", data=data, local=LocalSpec(outer_lr=1.0), micro_batches=8)
+    data = DataSpec(path=str(path), sequence_tokens=48, format=form, validation_fraction=0.3)
+    spec = tiny_spec(path, data=data, local=LocalSpec(outer_lr=1.0), micro_batches=8)
     alone = tiny_trainer(WINDOWS, data=data, local=spec.local, micro_batches=4, micro_batch_sequences=4)
     losses = [run_step(alone, step) for step in range(5)]
     with islanders() as made:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,12 @@ from tests.compute.tiny_trainer import OPTIMIZER, state_bytes, tiny_trainer
 
 STEPS, MICRO_BATCHES = 6, 7
 SHARES = ((0, 4), (4, 3))
+WARMED_UP = OPTIMIZER.model_copy(update={"warmup_steps": 1})
 """(first, count) of two members: one is faster."""
 
 
 def members(text_file: Path, count: int = 2, **local: Any) -> list[Trainer]:
-    changes = {"steps": STEPS, "micro_batches": MICRO_BATCHES, "optimizer": replace(OPTIMIZER, warmup_steps=1)}
+    changes = {"steps": STEPS, "micro_batches": MICRO_BATCHES, "optimizer": WARMED_UP}
     made = [tiny_trainer(text_file, local=LocalSpec(**local), **changes) for _ in range(count)]
     for trainer in made:
         trainer.state.load_initial()
@@ -82,7 +82,7 @@ class Reference:
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_norm)
             for group in self.inner[member].param_groups:
-                group["lr"] = replace(OPTIMIZER, warmup_steps=1).lr_at(step - 1 + number / count, STEPS)
+                group["lr"] = WARMED_UP.lr_at(step - 1 + number / count, STEPS)
             self.inner[member].step()
             losses += loss.item()
         return losses

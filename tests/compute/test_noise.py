@@ -43,7 +43,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def trainer(text: Path) -> Trainer:
-    made = tiny_trainer(text, local=LocalSpec(1.0, 0.0, fresh=True, clip_norm=CLIP))
+    made = tiny_trainer(text, local=LocalSpec(outer_lr=1.0, outer_momentum=0.0, fresh=True, clip_norm=CLIP))
     made.state.load_initial()
     return made
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from tests.compute.pipelines import Pipeline
 from tests.compute.saving import save
 from tests.compute.tiny_trainer import MICRO_BATCHES, run_step, state_bytes, tiny, tiny_spec, tiny_trainer
 
-MUON = OptimizerSpec("muon", lr=2e-3, warmup_steps=2, weight_decay=0.1, momentum=0.9, clip_norm=0.0)
+MUON = OptimizerSpec(name="muon", lr=2e-3, warmup_steps=2, weight_decay=0.1, momentum=0.9, clip_norm=0.0)
 """Not clipped: the iteration makes much of a gradient's last bit, so both sides compute the same ones."""
 STEPS = 6
 
@@ -123,7 +122,7 @@ def test_muon_is_torchs_muon_and_adamw_also_after_a_heal(text_file: Path, member
 
 
 def test_the_terms_of_the_loss_are_trained_and_not_validated(text_file: Path) -> None:
-    spec = replace(MUON, name="adamw", schedule="linear", label_smoothing=0.1, z_loss=1e-2)
+    spec = MUON.model_copy(update={"name": "adamw", "schedule": "linear", "label_smoothing": 0.1, "z_loss": 1e-2})
     trainer, plain = tiny_trainer(text_file, optimizer=spec), tiny_trainer(text_file)
     assert trainer.validate(0, 3) == plain.validate(0, 3)
     reference = Reference(trainer, spec)
@@ -185,7 +184,7 @@ def test_muon_of_adapters_is_torchs(text_file: Path, tmp_path: Path) -> None:
 
 def test_inner_steps_of_local_are_torchs_muon(text_file: Path) -> None:
     """One member, one outer step of rate 1 without momentum: it comes to where the inner steps came."""
-    spec = replace(MUON, warmup_steps=0, schedule="constant")
+    spec = MUON.model_copy(update={"warmup_steps": 0, "schedule": "constant"})
     trainer = tiny_trainer(text_file, local=LocalSpec(outer_lr=1.0, outer_momentum=0.0), optimizer=spec)
     reference, batches = Reference(trainer, spec), trainer.batches
     run_step(trainer, 0)
@@ -223,9 +222,9 @@ def test_the_estimate_of_memory_counts_what_the_optimizer_keeps(
 ) -> None:
     counted: dict[str, Any] = {}
     monkeypatch.setattr("p2ptrain.compute.recipe.fit_training", lambda *args, **options: counted.update(options) or 1)
-    recipe = ModelRecipe(tiny_spec(text_file, optimizer=OptimizerSpec(name)), pick_device("cpu", 1))
+    recipe = ModelRecipe(tiny_spec(text_file, optimizer=OptimizerSpec(name=name)), pick_device("cpu", 1))
     flat = recipe.build().flat
-    kept = sum(array.numel() for array in make_optimizer(flat, OptimizerSpec(name)).state.values())
+    kept = sum(array.numel() for array in make_optimizer(flat, OptimizerSpec(name=name)).state.values())
     assert counted["moments"] == pytest.approx(kept / flat.numel, rel=1e-3)
 
 

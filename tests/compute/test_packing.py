@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import chain, pairwise
@@ -251,7 +250,7 @@ def test_the_date_of_a_template_is_the_jobs(tmp_path: Path) -> None:
     corpus = load_corpus(spec, tokenizer)
     assert all(text.startswith("09 Mar 2026 00:00\n<|im_start|>") for text, _ in learned_texts(corpus, tokenizer))
     assert load_corpus(spec, tokenizer).digest == corpus.digest
-    assert load_corpus(replace(spec, date="2026-03-10"), tokenizer).digest != corpus.digest
+    assert load_corpus(spec.model_copy(update={"date": "2026-03-10"}), tokenizer).digest != corpus.digest
     before = datetime.now(UTC)
     text = tokenizer.backend.decode(ChatFormat(tokenizer).ids([Turn("user", "q")]))
     days = [f"{moment:%d %b %Y %H:%M}" for moment in (before, datetime.now(UTC))]
@@ -366,7 +365,7 @@ def test_the_loss_and_its_gradient_are_the_mean_over_all_targets_however_a_step_
 def test_members_with_private_text_learn_the_mean_over_the_targets_of_all(tmp_path: Path) -> None:
     """None knows how many the others have. One has short answers, and 3 of 4 micro-batches."""
     texts = [[talk for talk in ONE_EACH if (len(talk[1][1]) < 9) is short] for short in (True, False)]
-    plain = OptimizerSpec("sgd", lr=1.0, warmup_steps=0, weight_decay=0.0, clip_norm=0.5)
+    plain = OptimizerSpec(name="sgd", lr=1.0, warmup_steps=0, weight_decay=0.0, clip_norm=0.5)
     members = [
         trainer_of(written(tmp_path / f"{number}.jsonl", text), 48, private=True, optimizer=plain)
         for number, text in enumerate(texts)

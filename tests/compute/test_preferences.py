@@ -47,7 +47,7 @@ def written(path: Path, pairs: list[tuple[Any, Any, Any]]) -> Path:
 
 @pytest.fixture
 def settings(base: Path, tmp_path: Path) -> dict[str, Any]:
-    data = DataSpec(str(written(tmp_path / "pairs.jsonl", PAIRS)), 48, "preference")
+    data = DataSpec(path=str(written(tmp_path / "pairs.jsonl", PAIRS)), sequence_tokens=48, format="preference")
     return {"model": ModelSpec(path=base), "tuning": TuningSpec(rank=4, alpha=8), "data": data, "beta": BETA,
             "optimizer": OPTIMIZER}  # fmt: skip
 
@@ -123,14 +123,15 @@ def test_only_the_answers_are_learned_of_texts_and_of_messages(tmp_path: Path) -
                            (("user", "2+2?"), ("assistant", "4"), ("assistant", "five")))  # fmt: skip
     earlier = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     path = written(tmp_path / "x.jsonl", [("a", "b", "c"), ([*earlier, question], [good], [bad])])
-    found = _tokens(load_corpus(DataSpec(str(path), 96, "preference"), Tokenizer.of_bytes(), 256))
+    spec = DataSpec(path=str(path), sequence_tokens=96, format="preference")
+    found = _tokens(load_corpus(spec, Tokenizer.of_bytes(), 256))
     assert found[0] == [("ab", "b"), ("ac", "c")]
     text = "User: hi\nAssistant: hello\nUser: 2+2?\nAssistant:"
     assert found[1] == [(f"{text} 4\nUser:", " 4\nUser:"), (f"{text} five\nUser:", " five\nUser:")]
 
 
 def test_rows_that_are_no_pair_are_named(tmp_path: Path) -> None:
-    spec = DataSpec(str(tmp_path / "x.jsonl"), 8, "preference", bad_rows=1.0)
+    spec = DataSpec(path=str(tmp_path / "x.jsonl"), sequence_tokens=8, format="preference", bad_rows=1.0)
     bad = [("a", "b", 3), ("a", "b", [{"role": "assistant", "content": "c"}]), ("too long a prompt", "b", "c"),
            ([{"role": "user", "content": "a"}],) * 3]  # fmt: skip
     written(tmp_path / "x.jsonl", [("a", "b", "c"), *bad, ("d", "e", "f")])
@@ -141,4 +142,4 @@ def test_rows_that_are_no_pair_are_named(tmp_path: Path) -> None:
     assert corpus.note.startswith("5 of 7 rows of the data are left out")
     assert f"{tmp_path}/x.jsonl:2 is no pair of answers" in corpus.note
     with pytest.raises(UserError, match="5 of 7 rows cannot be used"):
-        load_corpus(DataSpec(str(tmp_path / "x.jsonl"), 8, "preference"), Tokenizer.of_bytes(), 256)
+        load_corpus(spec.model_copy(update={"bad_rows": 0.01}), Tokenizer.of_bytes(), 256)

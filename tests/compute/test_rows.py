@@ -6,7 +6,6 @@ import csv
 import gzip
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hel
 
 
 def corpus_of(path: Path, **changes: Any) -> Corpus:
-    spec = replace(DataSpec(path=str(path), sequence_tokens=8), **changes)
+    spec = DataSpec(path=str(path), sequence_tokens=8).model_copy(update=changes)
     return load_corpus(spec, BYTES)
 
 

@@ -9,7 +9,7 @@ import random
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def corpus_of(texts: Path, case: str, tokenizer: Tokenizer, **options: Any) -> Corpus:
     spec = DataSpec(path=str(texts / case.partition(":")[0]), sequence_tokens=24)
-    return load_corpus(replace(spec, **CASES.get(case, {})), tokenizer, **options)
+    return load_corpus(spec.model_copy(update=CASES.get(case, {})), tokenizer, **options)
 
 
 @pytest.mark.parametrize("case", ["text", "chat.jsonl", "pairs.jsonl"])
@@ -120,7 +120,7 @@ def test_a_store_from_another_worker_is_the_same_text(texts: Path, case: str, bp
     assert made.store is not None
     received = tmp_path / "received"
     shutil.copytree(made.store.directory, received)
-    spec = replace(DataSpec(sequence_tokens=24), **CASES.get(case, {}), path=str(received))
+    spec = DataSpec(sequence_tokens=24).model_copy(update={**CASES.get(case, {}), "path": str(received)})
     found = load_corpus(spec, bpe)
     assert (found.digest, len(found.training)) == (made.digest, len(made.training))
     windows = np.arange(2)

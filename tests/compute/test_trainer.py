@@ -6,7 +6,6 @@ import gc
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +115,8 @@ def test_twenty_steps_match_a_plain_loop(make_trainer: MakeTrainer, text_file: P
     """Losses within 1e-4 relative of transformers + AdamW + LambdaLR + clip_grad_norm_ (seen: below 2e-6), also if
     settings change in the middle."""
     trainer = make_trainer()
-    changed = replace(OPTIMIZER, lr=4e-3, warmup_steps=0, weight_decay=0.3, clip_norm=0.2)
-    periods = [SettingsPeriod(0, asdict(OPTIMIZER), 30), SettingsPeriod(change_at, asdict(changed), 24)]
+    changed = OPTIMIZER.model_copy(update={"lr": 4e-3, "warmup_steps": 0, "weight_decay": 0.3, "clip_norm": 0.2})
+    periods = [SettingsPeriod(0, OPTIMIZER.model_dump(), 30), SettingsPeriod(change_at, changed.model_dump(), 24)]
     trainer.use_settings(periods)
     losses = [run_step(trainer, step) for step in range(20)]
 
@@ -235,7 +234,7 @@ def test_the_files_are_those_of_save_pretrained(make_trainer: MakeTrainer, tmp_p
 
 def test_job_begins_with_the_moments_of_a_checkpoint(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     """Its first step is the one that the earlier job would have taken, with the same text and rate."""
-    constant = replace(OPTIMIZER, warmup_steps=0, schedule="constant")
+    constant = OPTIMIZER.model_copy(update={"warmup_steps": 0, "schedule": "constant"})
     earlier = make_trainer(optimizer=constant)
     for step in range(4):
         run_step(earlier, step)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,10 @@ def base(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     randomize(trainer.built.flat.model)
     save(trainer, directory)
     return directory
+
+
+def lora(**changes: Any) -> TuningSpec:
+    return LORA.model_copy(update=changes)
 
 
 def opened(base: Path, adapter: Path, **options: Any) -> Any:
@@ -165,7 +168,7 @@ def test_peft_opens_the_adapters_of_the_whole_model_and_of_its_stages(
 
 def test_dropout_is_a_function_of_the_micro_batch_alone(text_file: Path, base: Path) -> None:
     """Equal however often it is computed, in whichever part; none in a validation."""
-    settings: dict[str, Any] = {"model": ModelSpec(path=base), "tuning": replace(LORA, dropout=0.25)}
+    settings: dict[str, Any] = {"model": ModelSpec(path=base), "tuning": lora(dropout=0.25)}
 
     def gradients(trainer: Trainer, index: int) -> np.ndarray[Any, Any]:
         trainer.begin_step(1)
@@ -210,7 +213,7 @@ def test_dropout_is_a_function_of_the_micro_batch_alone(text_file: Path, base: P
 def test_a_base_in_bf16_gives_the_bits_of_one_in_fp32(text_file: Path, base: Path) -> None:
     """Where the arithmetic is bf16 anyway."""
     settings: dict[str, Any] = {"model": ModelSpec(path=base), "precision": "bf16"}
-    plain, halved = (tiny_trainer(text_file, tuning=replace(LORA, base=kind), **settings) for kind in ("fp32", "bf16"))
+    plain, halved = (tiny_trainer(text_file, tuning=lora(base=kind), **settings) for kind in ("fp32", "bf16"))
     assert [run_step(plain, step) for step in range(3)] == [run_step(halved, step) for step in range(3)]
     assert state_bytes(plain) == state_bytes(halved)
     assert halved.built.flat.model.get_submodule("model.layers.0.mlp.up_proj.base_layer").weight.dtype == torch.bfloat16
@@ -231,7 +234,7 @@ def test_a_base_in_4_bits_trains_after_a_validation(
 
     monkeypatch.setattr(modules, "has_avx512bf16", lambda: True)
     monkeypatch.setattr(modules, "_convert_weight_packed_for_cpu", pack)
-    trainer = tiny_trainer(text_file, model=ModelSpec(path=base), tuning=replace(LORA, base="nf4"))
+    trainer = tiny_trainer(text_file, model=ModelSpec(path=base), tuning=lora(base="nf4"))
     layers = [it for it in trainer.built.flat.model.modules() if isinstance(it, modules.Linear4bit)]
     assert len(layers) == 4 * 7
     assert all(layer.weight.dtype == torch.uint8 for layer in layers)
@@ -252,14 +255,14 @@ def test_a_base_in_4_bits_trains_after_a_validation(
 def test_a_transposed_layer_is_held_in_4_bits(text_file: Path, tmp_path: Path) -> None:
     make_of_bytes("gpt2", tmp_path)
     settings: dict[str, Any] = {"model": ModelSpec(path=tmp_path)}
-    exact, packed = (tiny_trainer(text_file, tuning=replace(LORA, base=kind), **settings) for kind in ("fp32", "nf4"))
+    exact, packed = (tiny_trainer(text_file, tuning=lora(base=kind), **settings) for kind in ("fp32", "nf4"))
     expected = logits(exact.built.flat.model)
     error = (logits(packed.built.flat.model) - expected).norm() / (expected - expected.mean()).norm()
     assert 0.001 < error < 0.2, float(error)
     assert run_step(packed, 0) == pytest.approx(run_step(exact, 0), rel=0.05)
 
 
-FREEZE = TuningSpec(freeze=("*embed_tokens*", "model.layers.1.*", "*norm.weight"))
+FREEZE = TuningSpec(freeze=["*embed_tokens*", "model.layers.1.*", "*norm.weight"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -295,10 +298,10 @@ def test_a_partly_frozen_model_is_saved_whole(text_file: Path, tmp_path: Path, d
 @pytest.mark.parametrize(
     ("tuning", "said", "remedy"),
     [
-        (replace(LORA, targets=("q_projj",)), "lora.targets has 'q_projj', which fits no linear layer", "q_proj"),
-        (replace(LORA, targets=("lm_head",)), "names the output layer, whose matrix", "all-linear"),
-        (TuningSpec(freeze=("model.layer.*",)), "model.freeze has 'model.layer.*', which fits no", "model.layers.0."),
-        (TuningSpec(freeze=("*",)), "nothing is left to train", "freeze fewer"),
+        (lora(targets=["q_projj"]), "lora.targets has 'q_projj', which fits no linear layer", "q_proj"),
+        (lora(targets=["lm_head"]), "names the output layer, whose matrix", "all-linear"),
+        (TuningSpec(freeze=["model.layer.*"]), "model.freeze has 'model.layer.*', which fits no", "model.layers.0."),
+        (TuningSpec(freeze=["*"]), "nothing is left to train", "freeze fewer"),
     ],
 )
 def test_names_that_fit_nothing_are_refused(
@@ -314,11 +317,11 @@ def test_layers_that_peft_takes_for_experts_are_refused(text_file: Path, tmp_pat
     make_of_bytes("deepseek_v3", tmp_path)
     with pytest.raises(ConfigError, match="no adapters for the feed-forward layers"):
         tiny_trainer(text_file, model=ModelSpec(path=tmp_path), tuning=LORA)
-    tiny_trainer(text_file, model=ModelSpec(path=tmp_path), tuning=replace(LORA, targets=("o_proj",)))
+    tiny_trainer(text_file, model=ModelSpec(path=tmp_path), tuning=lora(targets=["o_proj"]))
 
 
 def test_a_stage_with_nothing_to_train_is_refused(text_file: Path, base: Path) -> None:
-    tuning = replace(LORA, targets=("layers.3.mlp.up_proj", "layers.0.mlp.up_proj"))
+    tuning = lora(targets=["layers.3.mlp.up_proj", "layers.0.mlp.up_proj"])
     Pipeline(text_file, (0, 2, 4), model=ModelSpec(path=base), tuning=tuning)
     with pytest.raises(ConfigError, match="nothing trains in these layers"):
         Pipeline(text_file, (0, 1, 3, 4), model=ModelSpec(path=base), tuning=tuning)

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from configs.loader import load
 from configs.schema import Profile
-from p2ptrain.compute.data import NO_TARGET, DataSpec, load_corpus
+from p2ptrain.compute.data import NO_TARGET, load_corpus
 from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.tokenizer import Tokenizer
 from roles.strategies import strategy_of
@@ -80,7 +80,7 @@ def plain_chat_losses(wanted: Profile) -> tuple[list[float], float]:
     """One process: each conversation is computed alone, and a step's loss is divided by all its targets. Returns the
     losses of the steps, and that of the held-out windows at the end."""
     model = initial_model(wanted)
-    spec = DataSpec(wanted.data.path, wanted.data.sequence_tokens, "chat", validation_fraction=0.3)
+    spec = wanted.data.model_copy(update={"format": "chat", "validation_fraction": 0.3})
     corpus = load_corpus(spec, Tokenizer.of_bytes())
     sampler = WindowSampler(len(corpus.training), wanted.job.seed, 1, MICRO_BATCHES * SEQUENCES)
     options, losses, counts = wanted.optimizer, [], set()

@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name
 
 from configs.loader import load
 from configs.schema import Profile
-from p2ptrain.compute.data import NO_TARGET, DataSpec, load_corpus
+from p2ptrain.compute.data import NO_TARGET, load_corpus
 from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
@@ -89,9 +89,7 @@ async def test_a_replay_of_the_log_in_plain_torch_ends_with_the_same_weights(
 def replayed(profile: Profile, log: list[list[Accepted]]) -> torch.nn.Module:
     """Train a plain model by the log: each gradient at the weights of its base, weighted, then one step."""
     model, options, buffer = initial_model(profile), profile.optimizer, profile.server.buffer
-    data = profile.data
-    spec = DataSpec(data.path, data.sequence_tokens, data.format, limit_bytes=data.limit_bytes)
-    corpus = load_corpus(spec, Tokenizer.of_bytes())
+    corpus = load_corpus(profile.data, Tokenizer.of_bytes())
     sampler = WindowSampler(len(corpus.training), profile.job.seed, MICRO_BATCHES, SEQUENCES)
     parameters, share, decay = list(model.parameters()), MICRO_BATCHES // buffer, options.weight_decay
     matrices = [(name, it) for name, it in model.named_parameters() if it.ndim >= 2]

@@ -203,7 +203,7 @@ async def test_an_evaluation_over_stages_is_that_of_one_process(tmp_path: Path, 
     tokenizer = ModelText(directory).tokenizer
 
     def evaluation() -> Evaluation:
-        return Evaluation(tokenizer, DataSpec(str(tmp_path / "*.txt"), 24), stride=stride)
+        return Evaluation(tokenizer, DataSpec(path=str(tmp_path / "*.txt"), sequence_tokens=24), stride=stride)
 
     whole = LocalModel(load_whole(directory, device="cpu"), ComputeThread(LoopThreads()), LoopClock())
     expected = await scored(evaluation(), [whole])
