@@ -41,7 +41,7 @@ from p2ptrain.compute.local import MERGED
 from p2ptrain.compute.model import load_model, outline
 from p2ptrain.compute.part import PartAssembly
 from p2ptrain.compute.recipe import BuiltPart, ModelRecipe
-from p2ptrain.core.checkpoints import ADAPTER, ROWS, shard_name, weights_index
+from p2ptrain.core.checkpoints import ADAPTER, NOTES, ROWS, shard_name, weights_index
 from p2ptrain.core.errors import P2PTrainError, StorageError
 from p2ptrain.core.tensor_files import (
     ADAPTER_CONFIG,
@@ -87,9 +87,9 @@ class CheckpointNames(NamedTuple):
         if isinstance(built.flat, ShardedModel):
             index, count = built.flat.shard.index, built.flat.shard.count
             rows, moments = (shard_name(f"{ROWS}{files}", index, count) for files in (kind, "optimizer"))
-            return cls(rows, moments, "training.json")
+            return cls(rows, moments, NOTES)
         if built.stage is None:
-            return cls(f"{kind}.safetensors", "optimizer.safetensors", "training.json")
+            return cls(f"{kind}.safetensors", "optimizer.safetensors", NOTES)
         index, count = recipe.stage.stage, len(recipe.stage.parts)
         return cls(
             shard_name(kind, index, count),

@@ -48,6 +48,8 @@ from p2ptrain.core.tensor_files import (
 from p2ptrain.core.training import BlobRange, FilePlan
 
 MANIFEST = "manifest.json"
+NOTES = "training.json"
+"""Beside the moments of an optimizer: the steps that they have seen, and to which model they belong."""
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_INTEGER = 1 << 63
 WRITE_BYTES = 4 << 20

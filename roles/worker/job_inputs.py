@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from configs.schema import Profile
-from p2ptrain.core.checkpoints import MANIFEST
+from p2ptrain.core.checkpoints import NOTES
 from p2ptrain.core.disk import write_atomic
 from p2ptrain.core.errors import DiskFull, NetworkError, P2PTrainError, ProtocolError, StorageError, UserError
 from p2ptrain.core.tensor_files import INDEX_FILE
@@ -47,7 +47,7 @@ from wire.messages import Hello, RefusalCode, Refuse
 TEXT = "data.path"
 INPUTS = ("model.path", "model.tokenizer", TEXT)
 """Settings that name what a worker may lack."""
-MODEL_FILES = frozenset({*TEXT_FILES, INDEX_FILE, MANIFEST})
+MODEL_FILES = frozenset({*TEXT_FILES, INDEX_FILE, NOTES})
 _WEIGHTS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,120}\.safetensors")  # other formats are not safe to read
 STORE_FILES = frozenset({"tokens.bin", "marks.bin", "store.json"})
 PLACES_FILE, MAX_PLACES_BYTES = "inputs.json", 1 << 16
