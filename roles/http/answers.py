@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeVar
 
@@ -151,10 +151,11 @@ _NOT_ROUTED = {404: "unknown_url", 405: "method_not_allowed"}
 
 
 class JsonApp(ABC):
-    """Base of all endpoints. ``stopping`` is set when the endpoint ends."""
+    """Base of all endpoints. ``problem_of``: what a client is told of an error. ``stopping`` is set when the endpoint
+    ends."""
 
-    def __init__(self, routes: Sequence[BaseRoute]) -> None:
-        self.stopping = asyncio.Event()
+    def __init__(self, routes: Sequence[BaseRoute], problem_of: Callable[[P2PTrainError], Problem]) -> None:
+        self.stopping, self._problem_of = asyncio.Event(), problem_of
         kinds = (HTTPException, ClientDisconnect, Problem, P2PTrainError, Exception)
         self._app = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, self._answer_error))
         self._app.router.redirect_slashes = False
@@ -162,10 +163,6 @@ class JsonApp(ABC):
     @abstractmethod
     def let_in(self, asked: HTTPConnection) -> None:
         """Raise ``Problem`` if the request is not allowed."""
-
-    @abstractmethod
-    def problem_of(self, error: P2PTrainError) -> Problem:
-        """What the client is told of ``error``."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -187,7 +184,7 @@ class JsonApp(ABC):
         if isinstance(error, Problem):
             return error
         if isinstance(error, P2PTrainError):
-            return self.problem_of(error)
+            return self._problem_of(error)
         return Problem(500, "internal error; the terminal of this program has the details", code="internal_error")
 
     async def _answer_error(self, request: Request, error: Exception) -> Response:

@@ -132,7 +132,7 @@ class HttpApp(JsonApp):
             Route("/v1/completions", self._write, methods=["POST"]),
             Route(_CHAT, self._write, methods=["POST"]),
         ]
-        super().__init__(routes)
+        super().__init__(routes, problem_of)
 
     async def settle(self, *, timeout_s: float) -> None:
         await self._closing.settle(timeout_s=timeout_s)
@@ -143,9 +143,6 @@ class HttpApp(JsonApp):
             refuse_pages(asked.headers, "to allow it, start the endpoint with an API key")
         if self._keys is not None and asked.scope["path"] != _HEALTH:
             self._keys.permit(asked.headers.get("authorization", ""))
-
-    def problem_of(self, error: P2PTrainError) -> Problem:
-        return problem_of(error)
 
     async def _health(self, request: HttpRequest) -> Response:
         return json_response({"status": "ok"})

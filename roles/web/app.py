@@ -117,6 +117,21 @@ _REFUSED = {
 """Code of a refusal → status; 409 for all others."""
 
 
+def _problem_of(error: P2PTrainError) -> Problem:
+    match error:
+        case Refused():
+            status, code = _REFUSED.get(error.code, 409), str(error.code)
+        case UserError():
+            status, code = 422, "invalid_value"
+        case NetworkError():
+            status, code = 503, "seed_unreachable"
+        case ProtocolError():
+            status, code = 502, "protocol"
+        case _:
+            status, code = 500, "failed"
+    return Problem(status, shortened(error.message, 1000), code=code, remedy=shortened(error.remedy, 1000))
+
+
 class Repeats:
     """Answers to requests with an Idempotency-Key, so that each is carried out once. Failures are not kept. A request
     that comes while the first one is under way waits for the same task."""
@@ -176,7 +191,7 @@ class WebApp(JsonApp):
             Route("/metrics", self._prometheus, methods=["GET"]),
             Mount("/", page()),
         ]
-        super().__init__([*declared, *others])
+        super().__init__([*declared, *others], _problem_of)
 
     def let_in(self, asked: HTTPConnection) -> None:
         remedy = "use an address or a name of this machine, and its own page"
@@ -188,20 +203,6 @@ class WebApp(JsonApp):
         permit = self._keys.permit(asked.headers.get("authorization") or "".join(shown[:1]))
         if permit == READ and asked.scope.get("method", "GET") not in ("GET", "HEAD"):
             raise Problem(403, "this key may only read", code="read_only", remedy="use the operator key")
-
-    def problem_of(self, error: P2PTrainError) -> Problem:
-        match error:
-            case Refused():
-                status, code = _REFUSED.get(error.code, 409), str(error.code)
-            case UserError():
-                status, code = 422, "invalid_value"
-            case NetworkError():
-                status, code = 503, "seed_unreachable"
-            case ProtocolError():
-                status, code = 502, "protocol"
-            case _:
-                status, code = 500, "failed"
-        return Problem(status, shortened(error.message, 1000), code=code, remedy=shortened(error.remedy, 1000))
 
     async def _endpoint(self, endpoint: Endpoint, request: Request) -> Response:
         query = read_query(endpoint.query, request.query_params)
