@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
 
-from p2ptrain.core.texts import three_digits
+from p2ptrain.core.texts import human_time, three_digits
 from tui.model import is_finite
 
 UNKNOWN = "–"
@@ -199,10 +198,7 @@ def scientific(value: float | None) -> str:
 
 
 def clock(wall: float) -> str:
-    try:
-        return datetime.fromtimestamp(wall).strftime("%H:%M:%S")
-    except (ValueError, OverflowError, OSError):
-        return "--:--:--"
+    return f"{human_time(wall, '%H:%M:%S'):<8}"
 
 
 def bar(part: float, width: int) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from p2ptrain.cli.output import human_time, print_json
+from p2ptrain.cli.output import print_json
 from p2ptrain.cli.runtime import (
     REQUEST_TIMEOUT_S,
     JsonOption,
@@ -39,7 +39,7 @@ from p2ptrain.cluster.access import (
 from p2ptrain.cluster.running import default_state_dir
 from p2ptrain.core.errors import P2PTrainError, Unreachable, UserError
 from p2ptrain.core.ids import new_id
-from p2ptrain.core.texts import printable
+from p2ptrain.core.texts import human_time, printable
 from p2ptrain.core.world import Clock, LoopClock, Network
 from wire.address import format_address
 from wire.handshake import PERMITTED, PeerServer, dial, local_hello, local_welcome, serve

@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from p2ptrain.cli.commands import new_typer
-from p2ptrain.cli.output import human_time, number, print_json, print_table
+from p2ptrain.cli.output import number, print_json, print_table
 from p2ptrain.cli.runtime import JsonOption, SeedOption, YesOption, ask, confirm, not_empty, option
 from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import UserError
-from p2ptrain.core.texts import human_bytes, printable
+from p2ptrain.core.texts import human_bytes, human_time, printable
 
 app = new_typer(help="List, restore, delete and merge checkpoints.")
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from p2ptrain.cli.commands import new_typer
-from p2ptrain.cli.output import human_time, print_json, print_pairs, print_table
+from p2ptrain.cli.output import print_json, print_pairs, print_table
 from p2ptrain.cli.runtime import JsonOption, ProfileOption, SetOption, YesOption, confirm, option
 from p2ptrain.cli.tokenizer import FORMATS, TextKeyOption
 from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.text_files import kind_of, search_files
-from p2ptrain.core.texts import check_one_of, human_bytes, printable
+from p2ptrain.core.texts import check_one_of, human_bytes, human_time, printable
 
 if TYPE_CHECKING:
     from p2ptrain.compute.data import Corpus

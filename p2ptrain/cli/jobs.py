@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from p2ptrain.cli.commands import new_typer
-from p2ptrain.cli.output import human_time, number, print_json, print_pairs, print_table
+from p2ptrain.cli.output import number, print_json, print_pairs, print_table
 from p2ptrain.cli.runtime import (
     DownloadOption,
     DryRunOption,
@@ -42,7 +42,7 @@ from p2ptrain.cluster.jobs import (
     warm_up_problem,
 )
 from p2ptrain.core.errors import EXIT_INTERRUPTED, JobFailed, P2PTrainError, Refused, StorageError, UserError
-from p2ptrain.core.texts import human_seconds, printable
+from p2ptrain.core.texts import human_seconds, human_time, printable
 from wire.address import is_loopback
 from wire.job_messages import SettingChange
 from wire.records import (

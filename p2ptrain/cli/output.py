@@ -12,7 +12,6 @@ import itertools
 import json
 import shutil
 import sys
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -134,14 +133,6 @@ def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
     width = max(len(name) for name, _ in pairs)
     for name, value in pairs:
         typer.echo(f"{name:<{width}}  {printable(value)}")
-
-
-def human_time(wall: float) -> str:
-    """A time in this machine's zone. ``wall`` is Unix seconds from another machine, so it may be any number."""
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(wall))
-    except (ValueError, OverflowError, OSError):
-        return "?"
 
 
 def number(value: float | None, form: str = ".4f") -> str:

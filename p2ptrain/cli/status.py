@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from p2ptrain.cli.output import human_time, print_json, print_pairs
+from p2ptrain.cli.output import print_json, print_pairs
 from p2ptrain.cli.runtime import (
     JsonOption,
     SeedArgument,
@@ -22,7 +22,7 @@ from p2ptrain.cli.runtime import (
 from p2ptrain.cluster.access import operator
 from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import UserError
-from p2ptrain.core.texts import human_seconds, printable
+from p2ptrain.core.texts import human_seconds, human_time, printable
 from wire.address import how_to_join
 from wire.records import FINISHED_STATES, CheckpointInfo, ClusterInfo, EventInfo, JobInfo, PeerInfo
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from p2ptrain.cli.commands import new_typer
-from p2ptrain.cli.output import human_time, print_json, print_table
+from p2ptrain.cli.output import print_json, print_table
 from p2ptrain.cli.runtime import (
     JsonOption,
     SeedOption,
@@ -19,7 +19,7 @@ from p2ptrain.cli.runtime import (
     option,
 )
 from p2ptrain.core.errors import UserError
-from p2ptrain.core.texts import check_one_of, human_seconds, printable, seconds_of
+from p2ptrain.core.texts import check_one_of, human_seconds, human_time, printable, seconds_of
 
 if TYPE_CHECKING:
     from wire.records import TicketInfo

@@ -6,6 +6,7 @@ import importlib.metadata
 import re
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,6 +54,14 @@ def human_seconds(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600} h {whole % 3600 // 60} min"
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def human_time(wall: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
+    """A time in this machine's zone. ``wall`` is Unix seconds from another machine, so it may be any number."""
+    try:
+        return time.strftime(form, time.localtime(wall))
+    except (ValueError, OverflowError, OSError):
+        return "?"
 
 
 def time_left(share: float, spent_s: float) -> str:
