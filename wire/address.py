@@ -100,10 +100,17 @@ def is_loopback(host: str) -> bool:
 
 def how_to_join(address: str, role: str = "") -> str:
     """The command with which a peer joins a seed. ``address``: as ``ClusterInfo`` has it. ``role``: empty: a worker."""
-    option, more = (f" --role {role}", f" --role {role} --model DIR") if role else ("", "")
     if is_loopback(address.rpartition(":")[0].strip("[]")):
-        return f"p2ptrain join {address}{more}"
-    return f"p2ptrain join TICKET{more}   (`p2ptrain ticket new{option}` prints one)"
+        return join_command(address, role)
+    option = f" --role {role}" if role else ""
+    return f"{join_command('TICKET', role)}   (`p2ptrain ticket new{option}` prints one)"
+
+
+def join_command(place: str, role: str) -> str:
+    """The command that uses ``place`` in a role: a ticket, or the address of a seed that needs none."""
+    if role == "operator":
+        return f"p2ptrain tui {place}"
+    return f"p2ptrain join {place}" + f" --role {role} --model DIR" * (role in ("verifier", "drafter"))
 
 
 def how_to_open(port: int) -> str:

@@ -26,12 +26,6 @@ if TYPE_CHECKING:
 
 app = new_typer(help="Make, list, revoke and replace the tickets with which other machines join.")
 
-_USES = {  # role → how to use its ticket
-    "operator": "tui TICKET",
-    "verifier": "join TICKET --role verifier --model DIR",
-    "drafter": "join TICKET --role drafter --model DIR",
-}
-
 
 @app.command("new")
 def new(
@@ -126,13 +120,14 @@ def rotate(seed: SeedOption = "", yes: YesOption = False, as_json: JsonOption = 
 
 
 def _print_ticket(ticket: TicketInfo, text: str, as_json: bool) -> None:
+    from wire.address import join_command
+
     if as_json:
         print_json({"ticket": ticket.to_map(), "text": text})
         return
     typer.echo(printable(text))
-    verb = _USES.get(ticket.role, "join TICKET")
     end = f" until {human_time(ticket.expires_at)}" if ticket.expires_at is not None else ""
-    typer.echo(f"valid{end}; keep it secret. Use it as: p2ptrain {verb}", err=True)
+    typer.echo(f"valid{end}; keep it secret. Use it as: {join_command('TICKET', ticket.role)}", err=True)
 
 
 def _describe_expiry(expires_at: float | None, now: float) -> str:

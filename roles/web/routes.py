@@ -15,6 +15,7 @@ from configs.schema import Profile
 from p2ptrain.core.errors import ConfigError, Refused
 from roles.http.answers import Problem
 from roles.web.endpoints import MOST_ITEMS, AfterStep, Call, Endpoint, Fields, Handle, Limit, Page, Paging
+from wire.address import join_command
 from wire.messages import GpuInfo, RefusalCode
 from wire.records import (
     ABSENT_STATES,
@@ -158,9 +159,7 @@ async def invite_node(call: Call) -> Invitation:
         if refusal.code != RefusalCode.NOT_ENCRYPTED:
             raise
         where = call.overview.cluster_info().address
-    command = f"p2ptrain {'tui' if asked.role == 'operator' else 'join'} {where}"
-    more = f" --role {asked.role} --model DIR" if asked.role in ("verifier", "drafter") else ""
-    return Invitation(command + more, ticket, where if ticket else None)
+    return Invitation(join_command(where, asked.role), ticket, where if ticket else None)
 
 
 async def evict_node(call: Call) -> Removed:
