@@ -88,7 +88,7 @@ class MicroBatchReader:
     @property
     def digest(self) -> str:
         """Digest of the text. If that is private, of a new model's tokenizer (``model.tokenizer``), else empty."""
-        if self._spec.private:
+        if self._spec.data.private:
             return self._tokenizer.digest if self._spec.model.tokenizer else ""
         return self.corpus.digest
 
@@ -136,7 +136,8 @@ class MicroBatchReader:
     def window_numbers(self, step: int, index: int, count: int = 1) -> Indices:
         """The windows of micro-batches ``range(index, index + count)``, as numbers of training windows."""
         at, sequences = step * self._spec.micro_batches + index, self._spec.micro_batch_sequences
-        if self._spec.private:  # the order is this member's own, so its epochs do not depend on the others
+        if self._spec.data.private:
+            # The order is this member's own: as long as its share is the same, an epoch has each sequence once.
             at = step * self.count + index - self.first
         return self.sampler.numbered(at * sequences, count * sequences)
 
@@ -173,7 +174,7 @@ class Passes:
         """Drop what an aborted step left. Call after ``StepUpdate.begin_step`` and ``MicroBatchReader.begin_step``."""
         self._flights.clear()
         spec, batches = self._recipe.spec, self._batches
-        if spec.private:
+        if spec.data.private:
             self._divisor = spec.micro_batches * spec.micro_batch_tokens
             targets = batches.targets(step, batches.first, batches.count)
             self._built.flat.target_share.fill_(targets / self._divisor)

@@ -45,8 +45,6 @@ class TrainingSpec:
         micro_batch_sequences: sequences in a micro-batch, B.
         exact: exact mode, for a model that is not split. CPU kernels use ``device.threads`` threads, which must be the
             same at all members, or one thread if it is 0. They never use one thread per core by default.
-        private: the text is this member's own. As long as its share is the same, each of its epochs has each sequence
-            once.
         local: each micro-batch is an inner step (``compute.local``); None: their gradients are summed.
         beta: of DPO, see ``compute.preferences``.
         clip_norm: largest gradient of a micro-batch, which is one sequence (``ClippedGradients``); 0: not clipped. A
@@ -64,7 +62,6 @@ class TrainingSpec:
     validation_batches: int = 0
     precision: str = "fp32"
     exact: bool = False
-    private: bool = False
     local: LocalSpec | None = None
     clip_norm: float = 0.0
     keep_optimizer: bool = False

@@ -47,7 +47,7 @@ def make_update(spec: TrainingSpec, flat: FlatModel) -> StepUpdate:
         return ClippedGradients(flat, schedule, spec.micro_batches, spec.clip_norm)
     if spec.local is None:
         unit = UNIT if spec.exact else 1.0
-        return SummedGradients(flat, schedule, unit=unit, is_weighted=spec.private)
+        return SummedGradients(flat, schedule, unit=unit, is_weighted=spec.data.private)
     local_kind = ExactAverage if spec.local.slots else LocalSteps
     update = local_kind(flat, schedule, spec.local)
     if spec.local.fragments == 1 and not spec.local.overlap:  # else it has inner steps of several steps

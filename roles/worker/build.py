@@ -230,7 +230,7 @@ def training_spec(profile: Profile) -> TrainingSpec:
     from p2ptrain.compute.recipe import TrainingSpec
     from p2ptrain.compute.tuning import TuningSpec
 
-    model, data = profile.model, profile.data
+    model = profile.model
     local, clip_norm = None, (profile.privacy.clip_norm if profile.privacy.epsilon else 0.0)
     if profile.job.strategy == "local":
         local = LocalSpec(**profile.local.model_dump(), clip_norm=clip_norm)
@@ -240,14 +240,14 @@ def training_spec(profile: Profile) -> TrainingSpec:
     freeze_a = profile.job.strategy == "federated" and profile.federated.average == "frozen-a"
     spec: TrainingSpec = fill_from(
         TrainingSpec,
-        *(profile.job, profile.batch, data, model, profile.device, profile.preference),
+        *(profile.job, profile.batch, model, profile.device, profile.preference),
         model=fill_from(
             ModelSpec,
             model,
             path=Path(model.path) if model.path else None,
             tokenizer=Path(model.tokenizer) if model.tokenizer else None,
         ),
-        data=data,
+        data=profile.data,
         optimizer=OptimizerSpec(**profile.optimizer.model_dump() | {"name": profile.optimizer_name}),
         validation_batches=profile.validation.batches,
         local=local,

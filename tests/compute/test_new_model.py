@@ -10,7 +10,6 @@ import pytest
 import tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from p2ptrain.compute.data import DataSpec
 from p2ptrain.compute.model import ModelSpec
 from p2ptrain.compute.text import USER, ChatFormat, ModelText, Turn
 from p2ptrain.compute.tokenizer import Tokenizer
@@ -167,7 +166,6 @@ def test_the_size_of_a_vocabulary(tmp_path: Path, vocabulary: Any) -> None:
 
 
 def test_members_with_private_texts_compare_tokenizers(text_file: Path, own: Path) -> None:
-    data = DataSpec(path=str(text_file), sequence_tokens=16)
-    own_digest = tiny_trainer(text_file, data=data, private=True, model=tiny(tokenizer=own)).data.digest
+    own_digest = tiny_trainer(text_file, private=True, model=tiny(tokenizer=own)).data.digest
     assert own_digest == Tokenizer.of_directory(own).digest
-    assert not tiny_trainer(text_file, data=data, private=True).data.digest
+    assert not tiny_trainer(text_file, private=True).data.digest

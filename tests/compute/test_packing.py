@@ -74,6 +74,7 @@ def everything(corpus: Corpus) -> np.ndarray[Any, Any]:
 
 def trainer_of(path: Path, width: int, **changes: Any) -> Trainer:
     data = DataSpec(path=str(path), format="chat", sequence_tokens=width, validation_fraction=0.3)
+    data = data.model_copy(update={"private": changes.pop("private", False)})
     return Trainer(ModelRecipe(tiny_spec(path, data=data, model=MODEL, **changes), pick_device("cpu", 1)))
 
 

@@ -45,7 +45,7 @@ def tiny_trainer(text: Path, *, threads: int = 1, **changes: Any) -> Trainer:
 
 def tiny_spec(text: Path | str, **changes: Any) -> TrainingSpec:
     """What such a trainer trains."""
-    data = DataSpec(path=str(text), sequence_tokens=16)
+    data = DataSpec(path=str(text), sequence_tokens=16, private=changes.pop("private", False))
     return replace(TrainingSpec(TINY, data, OPTIMIZER, 30, 3, MICRO_BATCHES, 2, validation_batches=3), **changes)
 
 
