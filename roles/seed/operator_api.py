@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -18,23 +19,26 @@ from ring.planning.measurements import known_link
 from roles.background import Background
 from roles.seed import events
 from roles.seed.admission import EnrolmentPolicy
-from roles.seed.events import first_that_fit, newest_that_fit
+from roles.seed.events import Map, first_that_fit, newest_that_fit
 from roles.seed.job_table import JobTable
 from roles.seed.jobs import JobController, JobPorts
 from roles.seed.links import Survey
 from roles.seed.overview import Overview
-from roles.seed.peers import NAME_CHARS, ConnectedPeer, clip, did_you_mean, part_infos
+from roles.seed.peers import NAME_CHARS, ConnectedPeer, clip, did_you_mean
 from roles.seed.store import RECOVERIES_KEPT, Records
 from wire.client import answer_request
 from wire.connection import Connection
 from wire.enrol import RENEW
 from wire.messages import Request, Response
 from wire.records import LinkInfo, runs_of
+from wire.schema import Record
 
 Params = dict[str, Any]
 Result = dict[str, Any]
 Method = Callable[[Params, Any], Awaitable[Result]]
 """Carries out a request with these parameters. The second argument is the connection that it came over."""
+Find = Callable[[], Sequence[Record]]
+Choose = Callable[[Iterable[Map]], list[Map]]
 
 MAX_ROWS = 200
 MAX_LINKED = 32
@@ -147,10 +151,10 @@ class ClusterRequests:
         return {
             "cluster.info": self._cluster_info,
             "links.list": self._links_list,
-            "peers.list": self._peers_list,
+            "peers.list": partial(self._list, "peers", newest_that_fit, self._overview.peer_infos),
             "peers.evict": self._peers_evict,
-            "parts.list": self._parts_list,
-            "serving.list": self._serving_list,
+            "parts.list": partial(self._list, "parts", first_that_fit, self._overview.part_infos),
+            "serving.list": partial(self._list, "serving", first_that_fit, self._overview.serving_infos),
             "tickets.new": self._enrolment.tickets_new,
             "tickets.list": self._enrolment.tickets_list,
             "tickets.revoke": self._tickets_revoke,
@@ -185,10 +189,6 @@ class ClusterRequests:
     async def _cluster_info(self, params: Params, connection: Connection) -> Result:
         return {"cluster": self._overview.cluster_info().to_map()}
 
-    async def _peers_list(self, params: Params, connection: Connection) -> Result:
-        infos = self._overview.peer_infos()
-        return {"peers": newest_that_fit(info.to_map() for info in infos), "total": len(infos)}
-
     async def _links_list(self, params: Params, connection: Connection) -> Result:
         workers = [peer for peer in self._ports.peers.connected.values() if peer.trains][:MAX_LINKED]
         await measure_workers(workers, self._ports.survey)
@@ -198,13 +198,9 @@ class ClusterRequests:
                 infos.append(LinkInfo(first, second, link.latency_s, link.bandwidth_bps))
         return {"links": first_that_fit(info.to_map() for info in infos)}
 
-    async def _parts_list(self, params: Params, connection: Connection) -> Result:
-        infos = part_infos(self._ports.peers.connected.values())
-        return {"parts": first_that_fit(info.to_map() for info in infos), "total": len(infos)}
-
-    async def _serving_list(self, params: Params, connection: Connection) -> Result:
-        infos = self._overview.serving_infos()
-        return {"serving": first_that_fit(info.to_map() for info in infos), "total": len(infos)}
+    async def _list(self, name: str, choose: Choose, find: Find, params: Params, connection: Connection) -> Result:
+        infos = find()
+        return {name: choose(info.to_map() for info in infos), "total": len(infos)}
 
     async def _peers_evict(self, params: Params, connection: Connection) -> Result:
         peer_id, name = self._find_peer(params)

@@ -17,9 +17,9 @@ from ring.view import TERM_BITS
 from roles.seed.events import Map, Subscription
 from roles.seed.job_table import JobTable
 from roles.seed.jobs import JobPorts
-from roles.seed.peers import NAME_CHARS, ConnectedPeer, part_infos, serving_infos, whole
+from roles.seed.peers import NAME_CHARS, ConnectedPeer, whole
 from wire.address import format_address
-from wire.records import CheckpointInfo, ClusterInfo, JobInfo, PeerInfo, ServingInfo
+from wire.records import CheckpointInfo, ClusterInfo, JobInfo, PartInfo, PeerInfo, ServingInfo
 
 LOST_SHOWN_S = 60.0
 """How long people see a lost peer."""
@@ -65,7 +65,12 @@ class Overview:
         return [self._peer_info(peer) for peer in [*self._peers.connected.values(), *self._peers.lost.values()]]
 
     def serving_infos(self) -> list[ServingInfo]:
-        return serving_infos(self._peers.connected.values())
+        found = [peer.serving for peer in self._peers.connected.values() if peer.serving is not None]
+        return sorted(found, key=lambda info: (info.role != "verifier", info.name, info.id))
+
+    def part_infos(self) -> list[PartInfo]:
+        found = [part for peer in self._peers.connected.values() for part in peer.parts.values()]
+        return sorted(found, key=lambda part: (part.name, part.model, part.start, part.stop, part.id))
 
     def checkpoint_infos(self) -> list[CheckpointInfo]:
         return list(self._ports.checkpoints.known.values())
@@ -137,7 +142,7 @@ class Overview:
             updates.touch("peers", [*self._peers.connected, *self._peers.lost])
             updates.touch("jobs", self._jobs.controllers)
             updates.touch("checkpoints", self._ports.checkpoints.known)
-            updates.touch("parts", [part.id for part in part_infos(self._peers.connected.values())])
+            updates.touch("parts", [part.id for part in self.part_infos()])
             updates.touch("serving", [info.id for info in self.serving_infos()])
             yield updates
 

@@ -279,16 +279,6 @@ def send_if_open(connection: Connection, message: Message) -> None:
         connection.send(message)
 
 
-def part_infos(peers: Iterable[ConnectedPeer]) -> list[PartInfo]:
-    found = [part for peer in peers for part in peer.parts.values()]
-    return sorted(found, key=lambda part: (part.name, part.model, part.start, part.stop, part.id))
-
-
-def serving_infos(peers: Iterable[ConnectedPeer]) -> list[ServingInfo]:
-    found = [peer.serving for peer in peers if peer.serving is not None]
-    return sorted(found, key=lambda info: (info.role != "verifier", info.name, info.id))
-
-
 def part_infos_of(peer_id: str, peer_name: str, message: PartsHeld) -> dict[str, PartInfo]:
     """The records of the parts that a worker reported, by their ids."""
     infos = {}
