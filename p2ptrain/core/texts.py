@@ -73,10 +73,10 @@ def three_digits(value: float) -> str:
     return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
-def join_some(names: Sequence[str], between: str = ", ", most: int = 8) -> str:
+def join_some(names: Sequence[object], between: str = ", ", most: int = 8) -> str:
     """The first names, and how many more there are."""
     more = [f"{len(names) - most} more"] if len(names) > most else []
-    return between.join([*names[:most], *more])
+    return between.join([*map(str, names[:most]), *more])
 
 
 def layers_text(start: int, stop: int) -> str:

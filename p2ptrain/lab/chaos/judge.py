@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from p2ptrain.core.errors import UserError
-from p2ptrain.core.texts import check_one_of
+from p2ptrain.core.texts import check_one_of, join_some
 from wire.records import CheckpointInfo, EventInfo, JobInfo, MemberScore, MetricRow, PeerInfo, percentile
 from wire.schema import Record
 
@@ -261,7 +261,7 @@ def check_every_step(steps: Iterable[int], last: int) -> InvariantResult:
     found = sorted(steps)
     missing = sorted(set(range(1, last + 1)) - set(found))
     twice = sorted({step for step, after in itertools.pairwise(found) if step == after})
-    parts = [f"{name}: {_some(odd)}" for name, odd in (("missing", missing), ("twice", twice)) if odd]
+    parts = [f"{name}: {join_some(odd)}" for name, odd in (("missing", missing), ("twice", twice)) if odd]
     return InvariantResult("every step is on record once", not parts, "; ".join(parts) or f"steps 1 to {last}")
 
 
@@ -276,7 +276,7 @@ def check_equal(name: str, hashes: Mapping[str, str]) -> InvariantResult:
 
 
 def check_none(name: str, found: Sequence[str]) -> InvariantResult:
-    return InvariantResult(name, not found, _some(found))
+    return InvariantResult(name, not found, join_some(found))
 
 
 def steps_per_s(rows: Sequence[ObservedStep], begin_s: float, end_s: float) -> float:
@@ -284,11 +284,6 @@ def steps_per_s(rows: Sequence[ObservedStep], begin_s: float, end_s: float) -> f
     before = max((row.step for row in rows if row.at_s <= begin_s), default=0)
     after = max((row.step for row in rows if row.at_s <= end_s), default=0)
     return (after - before) / (end_s - begin_s) if end_s > begin_s else 0.0
-
-
-def _some(items: Sequence[object]) -> str:
-    shown = ", ".join(str(item) for item in items[:6])
-    return f"{shown}, and {len(items) - 6} more" if len(items) > 6 else shown
 
 
 # ---------------------------------------------------------------------------------------------------------- the report

@@ -125,7 +125,7 @@ def test_steps_on_record() -> None:
     assert check_every_step([1, 3, 3, 4], 4).text == "missing: 2; twice: 3"
     assert check_every_step([], 0).held
     lost = check_every_step([], 9)
-    assert (lost.held, lost.text) == (False, "missing: 1, 2, 3, 4, 5, 6, and 3 more")
+    assert (lost.held, lost.text) == (False, "missing: 1, 2, 3, 4, 5, 6, 7, 8, 1 more")
 
 
 def test_equal_states() -> None:
