@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -307,8 +307,7 @@ class PartModel:
             self.tied_name = next(name for name, parameter in named if parameter is ends.weight)
         self.width: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
-        limit = ContextLimit.of(config, is_whole=part.first and part.last)
-        self.context, self.switches = limit.context, limit.switches
+        self.context, self.switches = ContextLimit.of(config, is_whole=part.first and part.last)
         stored = {id(tensor): tensor.nbytes for tensor in self.module.state_dict(keep_vars=True).values()}
         self.weights_bytes = sum(stored.values())
         self._cache_shapes = layout.cache_shapes[part.start : part.stop]
@@ -372,8 +371,7 @@ class _HiddenStates:
         self.leaving = output[0] if isinstance(output, tuple) else output
 
 
-@dataclass(frozen=True, slots=True)
-class ContextLimit:
+class ContextLimit(NamedTuple):
     """How many positions a model has.
 
     Attributes:

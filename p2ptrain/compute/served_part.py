@@ -367,8 +367,7 @@ class WholeModel:
         layers = getattr(config, "num_hidden_layers", None) or 1
         self.part = LayerRange(0, layers, layers)
         self.width, self.vocab_size = getattr(config, "hidden_size", 0), int(config.vocab_size)
-        limit = ContextLimit.of(config, is_whole=True)
-        self.context, self.switches = limit.context, limit.switches
+        self.context, self.switches = ContextLimit.of(config, is_whole=True)
         self.weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
 
     def new_cache(self, positions: int) -> TokenHistory:
