@@ -36,10 +36,9 @@ from p2ptrain.lab.explain.predictions import (
     explain_choice,
     method_of,
     predict_all,
-    predict_calibrated,
 )
 from ring.planning.measurements import CandidateWorker, DescribedCluster
-from ring.planning.prediction import Calibration, Prediction, recommend
+from ring.planning.prediction import Calibration, Prediction, predict, recommend
 from ring.planning.workloads import ModelShape
 from wire.records import FINISHED_STATES
 
@@ -118,7 +117,8 @@ def explain(
 def show_one(profile: Profile, where: int | DescribedCluster, link: str = "", *, as_json: bool) -> None:
     """Show the prediction for a profile as it is, for a dry run. ``where``: as for ``calibrate_here``."""
     measured, members = calibrate_here(profile, where, [profile.job.strategy], link, quiet=as_json)
-    way = predict_calibrated(method_of(profile, shape_here(profile), len(members.members)), members, measured)
+    method = method_of(profile, shape_here(profile), len(members.members))
+    way = predict(method, members, measured[method.strategy])
     if as_json:
         print_json(way.to_map() | (plan_map(*way.plan) if way.plan else {}))
         return
@@ -190,7 +190,7 @@ def _show_job(job: str, seed: str, workers: int, link: str, cluster: Path | None
         text = f"the newest steps of job {info.name} had {size} members, and {len(members.members)} are described"
         raise UserError(text, remedy=f"give --workers {size} (of this machine), or --cluster FILE")
     method = method_of(profile, shape_here(profile), size)
-    way = predict_calibrated(replace(method, codec=info.codec or method.codec), members, measured)
+    way = predict(replace(method, codec=info.codec or method.codec), members, measured[method.strategy])
     # A server's versions come in groups, so a median of theirs tells little.
     typical = statistics.mean if info.strategy == "server" else statistics.median
     peers = [peer for peer in ask(seed, lambda client: client.peers()) if peer.id in info.members]

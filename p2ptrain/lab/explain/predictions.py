@@ -160,7 +160,8 @@ async def calibrate(
     *,
     quiet: bool,
 ) -> tuple[dict[str, Calibration], DescribedCluster]:
-    """Measure the strategies here; return each one's calibration, and the cluster. Raises as ``measure``.
+    """Measure the strategies here; return the calibration of every one, that of ``sync`` for those that were not
+    measured, and the cluster. Raises as ``measure``.
 
     Args:
         shape: of the profile's model.
@@ -184,6 +185,8 @@ async def calibrate(
             base_bytes = max(int(figures["memory_bytes"]) - before.memory_bytes + 3 * method.trained_bytes, 0)
             known = replace(known, update_s=max(step_s - before.step_s, 0.0), base_bytes=base_bytes)
         calibrations[strategy] = fit_calibration(method, unlimited, known, step_s)
+    usual = calibrations["sync"]
+    calibrations = {strategy: calibrations.get(_measured_as(strategy), usual) for strategy in STRATEGIES}
     if not isinstance(where, int):
         return calibrations, where
     memory_bytes = local_cluster.part_bytes(profile.device.kind) // where
@@ -288,7 +291,7 @@ def predict_all(
             settings = [*more, *[f"ring.codec={codec}"] * (codec != own.ring.codec)]
             try:
                 tried = load(name, os.environ, [*sets, f"job.workers={workers}", *settings]).profile.alone()
-                best = predict_calibrated(method_of(tried, shape_of(tried), workers, settings), cluster, measured)
+                best = predict(method_of(tried, shape_of(tried), workers, settings), cluster, measured[strategy])
             except P2PTrainError as problem:
                 refused[strategy] = problem.message
                 continue
@@ -299,13 +302,6 @@ def predict_all(
             found.append(best)
     possible = {prediction.method.strategy for prediction in found}
     return found, {strategy: why for strategy, why in refused.items() if strategy not in possible}
-
-
-def predict_calibrated(
-    method: TrainingMethod, cluster: DescribedCluster, measured: dict[str, Calibration]
-) -> Prediction:
-    """A strategy that could not be measured counts as ``sync``. Raises as ``predict``."""
-    return predict(method, cluster, measured.get(_measured_as(method.strategy), measured["sync"]))
 
 
 def _measured_as(strategy: str) -> str:
