@@ -466,3 +466,21 @@ def test_a_model_that_does_not_split_runs_whole(tmp_path: Path, family: str) -> 
     assert client.say(expected[3:4], 3) == expected[4:7]
     client.length = len(ids)
     assert client.run(expected[:4], samples=4) == tuple(expected[1:5])
+
+
+@pytest.mark.parametrize("family", ["mamba", "lstm"])
+def test_a_pass_of_a_whole_model_that_fails_leaves_no_state(tmp_path: Path, family: str) -> None:
+    """The model's own cache has the new token already, and cannot be rolled back."""
+    expected = generated(make_unsplit(family, tmp_path), ids := prompt(8), 10, GREEDY)
+    client = Client([part := load_whole(tmp_path)], "s", GREEDY)
+    assert client.say(ids, 4) == expected[:4]
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no logits")
+
+    model: Any = part._model
+    hook = model._model.get_output_embeddings().register_forward_hook(fails)
+    with pytest.raises(RuntimeError, match="no logits"):
+        client.run(expected[3:4])
+    hook.remove()
+    assert client.say(expected[3:4], 6) == expected[4:]
