@@ -124,9 +124,11 @@ class DrafterHost:
             threads.call_s["compute"] = self.step_s
         world = World(LoopClock(), self.network, RealDisk(), random.Random(1), threads)
         self._compute = ComputeThread(threads)
-        own, limits = self.serves, {"max_sessions": MAX_SESSIONS, "cache_bytes": self.serves.limit_bytes} | self.options
+        own, options = self.serves, dict(self.options)
+        news = {"on_news": options.pop("on_news")} if "on_news" in options else {}
+        limits = {"max_sessions": MAX_SESSIONS, "cache_bytes": own.limit_bytes} | options
         model = LocalModel(own.engine, self._compute, world.clock, context=own.context or None, **limits)
-        self.drafter = DraftServer(world, model, own.name, own.tokenizer)
+        self.drafter = DraftServer(world, model, own.name, own.tokenizer, **news)
         self.server: PeerServer = await serve(
             self.network,
             self.host or "0.0.0.0",

@@ -96,7 +96,7 @@ async def in_turn(simulation: Simulation, faults: FaultSchedule, rng: random.Ran
 @pytest.mark.parametrize("at", range(0, len(KINDS | KINDS_OF_PARTS), GROUP))
 def test_every_kind_of_fault_strikes_and_is_survived(at: int, stages: int) -> None:
     kinds = [kind for kind in [*KINDS, *KINDS_OF_PARTS][at : at + GROUP] if stages > 1 or kind in KINDS]
-    verdict = run_schedule(at // GROUP, peers=4, kinds=kinds, stages=stages, conduct=in_turn)
+    verdict = run_schedule(1 + at // GROUP, peers=4, kinds=kinds, stages=stages, conduct=in_turn)
     timeline = "\n".join(f"{at_s:.2f} {text}" for at_s, text in verdict.timeline)
     assert not verdict.violated, f"{kinds}: {verdict.text}\n{timeline}"
 
