@@ -5,7 +5,8 @@ Rules (those of ``ring.job_member`` hold, too)
 1. Rank 0 of a view is the server. It alone makes versions, applies and saves them. It waits for nobody's vote.
 2. The others, its workers, pull versions: a worker that took over the state of a version has applied it.
 3. A worker that is asked to stop, or whose server stops, stops after what it has under way. A server that waits for
-   contributions stops at once.
+   contributions stops at once. In a view that begins with the last version a worker pulls that first: if it were held
+   before, because others are done at once, the next view would be the same.
 """
 
 from __future__ import annotations
@@ -58,9 +59,13 @@ class VersionMember(JobMember):
             return self._break_off(ev.ViewBroken(view.generation, "", "the server does not hold the view's state"))
         return self.begin_step()
 
+    def _request_before_ring(self, event: ev.FlagRequested) -> list[Any]:
+        """Rule 3."""
+        return self._request(event) if self._current.step >= self.steps_total else super()._request_before_ring(event)
+
     def begin_step(self) -> list[Any]:
         if not self.is_server:
-            if self._requests.asks_to_stop:
+            if self._requests.asks_to_stop and self._current.step < self.steps_total:
                 return self._stop(_P.HELD)
             return self._begin(_P.COMPUTING, ev.ExchangeWithServer)
         if self.applied >= self.steps_total:

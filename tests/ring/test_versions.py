@@ -102,6 +102,19 @@ def test_worker_has_applied_what_it_adopted_and_a_break_waits_for_that() -> None
     assert (told.status, told.applied, told.lineage, told.square_sum, told.prepared) == ("broken", 2, FIRST, 1.5, 2)
 
 
+def test_worker_pulls_the_last_version_though_it_is_asked_to_stop() -> None:
+    worker = Played("b")
+    worker.handle(ev.ViewArrived(view(2, ["a", "b"], step=3, lineage=FIRST, healthy={"a"})))
+    forming = worker.given
+    worker.handle(ev.FlagRequested(Flag.HOLD))
+    assert worker.given == []
+    worker.given = forming
+    worker.finish(ev.FormRing)
+    worker.handle(ev.VersionPulled(worker.ticket(ev.ExchangeWithServer), 3, FIRST, 1.5, last=True, over=True))
+    worker.finish(ev.Adopt)
+    assert (worker.report.status, worker.report.applied) == ("done", 3)
+
+
 @pytest.mark.parametrize(
     ("reply", "flag", "status"),
     [({"over": True}, Flag(0), "held"), ({"last": True, "over": True}, Flag(0), "done"), ({}, Flag.HOLD, "held")],
