@@ -17,7 +17,7 @@ from p2ptrain.cli.runtime import JsonOption, ProfileOption, SetOption, YesOption
 from p2ptrain.cli.tokenizer import FORMATS, TextKeyOption
 from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import P2PTrainError
-from p2ptrain.core.text_files import kind_of, search_files
+from p2ptrain.core.text_files import TOKENS, kind_of, search_files
 from p2ptrain.core.texts import check_one_of, human_bytes, human_time, printable
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ def clean(
 
 def _state_of(directory: Path, facts: StoreFacts | None) -> str:
     """``current``, ``changed`` (the text), ``gone``, ``unfinished``, ``empty``, or ``fetched``: no text."""
-    from p2ptrain.compute.token_store import TOKENS, sources_of
+    from p2ptrain.compute.token_store import sources_of
 
     if facts is None or directory.suffix:
         return "unfinished" if directory.suffix or (directory / TOKENS).exists() else "fetched"

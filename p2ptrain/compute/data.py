@@ -37,9 +37,7 @@ from p2ptrain.compute.rows import RowCounts, Rows
 from p2ptrain.compute.sampling import Indices, permuted
 from p2ptrain.compute.text import ChatFormat, TrainingText
 from p2ptrain.compute.token_store import (
-    FACTS,
     FORMAT,
-    TOKENS,
     OnProgress,
     StoreFacts,
     StoreWriter,
@@ -56,7 +54,7 @@ from p2ptrain.compute.token_store import (
 from p2ptrain.compute.tokenizer import Tokenizer, Tokens
 from p2ptrain.compute.tokenizing import Place, encode_texts
 from p2ptrain.core.errors import ConfigError, UserError
-from p2ptrain.core.text_files import is_stdlib, search_files
+from p2ptrain.core.text_files import FACTS, TOKENS, is_stdlib, search_files
 from p2ptrain.core.texts import time_left
 
 PREFERENCE = "preference"

@@ -29,12 +29,12 @@ from pydantic import TypeAdapter
 from p2ptrain.compute.tokenizer import Tokens
 from p2ptrain.core.disk import RealDisk, write_atomic
 from p2ptrain.core.errors import ConfigError, DiskFull, ProtocolError, StorageError
-from p2ptrain.core.text_files import unreadable
+from p2ptrain.core.text_files import FACTS, MARKS, TOKENS, unreadable
 from p2ptrain.core.texts import human_bytes
 
 FORMAT = 2
 """Part of what is hashed; another one when equal texts would give other files."""
-TOKENS, MARKS, FACTS = "tokens.bin", "marks.bin", "store.json"
+
 _READ_BYTES = _BUFFER_BYTES = 1 << 20
 _POLL_S = 0.2
 _MAX_FACTS_BYTES = 256 << 20  # with the windows that are being filled

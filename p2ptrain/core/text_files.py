@@ -22,6 +22,8 @@ TEXT_SUFFIXES = frozenset(
 )
 ROW_SUFFIXES = {"jsonl": (".jsonl", ".ndjson", ".json"), "csv": (".csv", ".tsv"), "parquet": (".parquet",)}
 """Formats of files of rows. With format ``auto`` a file's suffix decides; files of any other suffix are text."""
+STORE_FILES = TOKENS, MARKS, FACTS = "tokens.bin", "marks.bin", "store.json"
+"""Files of a token store (``compute.token_store``)."""
 _FORMATS = {suffix: form for form, suffixes in ROW_SUFFIXES.items() for suffix in suffixes}
 _ANYTHING = ".json"  # in a directory it may be anything, such as settings
 _SUFFIXES = {

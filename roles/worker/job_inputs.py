@@ -23,7 +23,7 @@ from p2ptrain.core.checkpoints import NOTES
 from p2ptrain.core.disk import write_atomic
 from p2ptrain.core.errors import DiskFull, NetworkError, P2PTrainError, ProtocolError, StorageError, UserError
 from p2ptrain.core.tensor_files import INDEX_FILE
-from p2ptrain.core.text_files import find_files, is_stdlib
+from p2ptrain.core.text_files import STORE_FILES, find_files, is_stdlib
 from p2ptrain.core.texts import human_bytes, shortened
 from p2ptrain.core.threads import Thread
 from p2ptrain.core.tokenizer_files import TEXT_FILES, TOKENIZER_FILES, vocabulary_size
@@ -49,7 +49,6 @@ INPUTS = ("model.path", "model.tokenizer", TEXT)
 """Settings that name what a worker may lack."""
 MODEL_FILES = frozenset({*TEXT_FILES, INDEX_FILE, NOTES})
 _WEIGHTS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,120}\.safetensors")  # other formats are not safe to read
-STORE_FILES = frozenset({"tokens.bin", "marks.bin", "store.json"})
 PLACES_FILE, MAX_PLACES_BYTES = "inputs.json", 1 << 16
 MAX_RECIPIENTS = 8
 FileRanges = Mapping[str, list[TensorRecord]]
@@ -97,6 +96,7 @@ class JobInputs:
     async def bring(self, profile: Profile) -> Profile:
         """The profile with the places of its inputs on this machine. Fetches what is missing; waits for a worker that
         has it. Raises ``StorageError`` if it cannot be written here."""
+        self._most_bps = 1e6 * profile.data.share_mbps
         for key in INPUTS:
             value = profile.value(key)
             if not value or not _is_shared(profile, key):
@@ -104,7 +104,6 @@ class JobInputs:
             missing = await self.thread.submit(partial(_find_missing, profile, key))
             if missing:
                 table, _, name = key.partition(".")
-                self._most_bps = 1e6 * profile.data.share_mbps
                 place = str(await self._find_or_fetch(key, value, missing))
                 changed = getattr(profile, table).model_copy(update={name: place})
                 profile = profile.model_copy(update={table: changed})
