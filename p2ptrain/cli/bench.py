@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from p2ptrain.lab.bench.runner import Bench
 
 app = new_typer(
-    help="Measure this machine: the ring, training steps, links, pipelines, and generation, each beside what it must "
-    "beat."
+    help="Measure this machine: its device, the ring, training steps, links, pipelines, and generation, each beside "
+    "what it must beat."
 )
 
 SIZES, LINK_SIZES = "4K,64K,1M,16M,64M,256M", "64K,1M,4M"
@@ -35,6 +35,8 @@ ThreadsOption = Annotated[int, option("--threads N", "CPU threads of each proces
 CodecOption = Annotated[str, option("--codec NAME", "Encoding of elements: fp32, bf16, fp16, int8, int4, topk.")]
 RoundsOption = Annotated[int, option("--rounds N", "Rounds per tensor size; 0: automatic.", min=0, max=10_000)]
 RttOption = Annotated[str, option("--rtt LIST", "Emulated round trips between neighbours, in milliseconds.")]
+StepsOption = Annotated[int, option("--steps N", "Measured steps of each contender.", min=1, max=100_000)]
+DeviceOption = Annotated[str, option("--device KIND", "auto, cpu, cuda, cuda:1, ... or mps.")]
 TlsOption = Annotated[bool, option("--tls", "Encrypt all connections, as between different machines.")]
 
 
@@ -93,7 +95,8 @@ def step(
     profile: ProfileOption = "tiny",
     workers: WorkersOption = 2,
     threads: ThreadsOption = 1,
-    steps: Annotated[int, option("--steps N", "Measured steps of each contender.", min=1, max=100_000)] = 40,
+    steps: StepsOption = 40,
+    device: DeviceOption = "cpu",
     sets: SetOption = [],  # noqa: B006 - Typer copies it
     link: LinkOption = "",
     tls: TlsOption = False,
@@ -104,21 +107,23 @@ def step(
 ) -> None:
     """Compare training steps with those of torch's DDP.
 
-    DistributedDataParallel on Gloo and this project take turns block by block, with the same processes, model, samples,
-    global batch, micro-batches and threads. Results: tokens a second, losses, and the part of communication that the
-    backward pass hides.
+    DistributedDataParallel on Gloo and this project take turns block by block, with the same processes, device, model,
+    samples, global batch, micro-batches and threads. Results: tokens a second, losses, and the part of communication
+    that the backward pass hides.
 
     \b
     Examples:
       p2ptrain bench step
+      p2ptrain bench step --device cuda
       p2ptrain bench step --profile small --steps 20
       p2ptrain bench step --set ring.codec=int8 --link wan
       p2ptrain bench step --backend torch
     """
     from configs.loader import load
     from p2ptrain.lab.bench.network import BenchRing
-    from p2ptrain.lab.bench.training import StepPlan, measure_steps
+    from p2ptrain.lab.bench.training import DDP, GROUPED, StepPlan, measure_steps
 
+    _check_device(device)
     loaded = load(profile, os.environ, sets).profile
     codec = loaded.ring.codec.replace("auto", "fp32")  # "auto" needs measured links
     _check_names(link, codec)
@@ -130,7 +135,42 @@ def step(
             remedy=f"give --workers {micro_batches} or less, or --set batch.micro_batches={workers}",
         )
     ring = BenchRing(link, tls, max(1, loaded.ring.streams), loaded.ring.sub_chunk_bytes, codec)
-    plan = StepPlan(loaded, Path(profile).stem, workers, threads, steps, ring, backend == "torch")
+    rivals = tuple(GROUPED) if backend == "torch" else (DDP,)
+    plan = StepPlan(loaded, Path(profile).stem, workers, threads, steps, ring, rivals, device)
+    _measure(plan.report(), lambda bench, report: measure_steps(bench, plan, report), as_json)
+
+
+@app.command()
+def device(
+    profile: ProfileOption = "tiny",
+    device: DeviceOption = "auto",
+    steps: StepsOption = 40,
+    no_compiled: Annotated[bool, option("--no-compiled", "Leave out the compiled loop, which starts slowly.")] = False,
+    sets: SetOption = [],  # noqa: B006 - Typer copies it
+    as_json: JsonOption = False,
+) -> None:
+    """Compare one worker with the loop that a user of torch writes.
+
+    This worker, alone in its ring, takes turns block by block with a plain loop (transformers' model, autocast, clipped
+    gradients, fused AdamW) and with the same loop compiled, on one device, with the same weights, samples and
+    precision. Results: tokens a second, the use of the device's peak, and where a step's time goes.
+
+    \b
+    Examples:
+      p2ptrain bench device
+      p2ptrain bench device --device cuda --set device.precision=bf16
+    """
+    from configs.loader import load
+    from p2ptrain.lab.bench.network import BenchRing
+    from p2ptrain.lab.bench.training import COMPILED, PLAIN, StepPlan, measure_steps
+
+    _check_device(device)
+    loaded = load(profile, os.environ, sets).profile
+    if loaded.job.strategy != "sync":
+        raise UserError(f"{profile} has the strategy {loaded.job.strategy!r}", remedy="add --set job.strategy=sync")
+    rivals = (PLAIN,) if no_compiled else (PLAIN, COMPILED)
+    threads = loaded.device.threads or os.cpu_count() or 1
+    plan = StepPlan(loaded, Path(profile).stem, 1, threads, steps, BenchRing(), rivals, device)
     _measure(plan.report(), lambda bench, report: measure_steps(bench, plan, report), as_json)
 
 
@@ -306,6 +346,14 @@ def _check_names(link: str, codec: str) -> None:
     codec_named(codec)
     if link:
         preset_named(link)
+
+
+def _check_device(device: str) -> None:
+    """Raises ``UserError``, ``ConfigError``: this machine does not have the device, or there is no such kind."""
+    if device not in ("auto", "cpu"):
+        from p2ptrain.compute.device import pick_device
+
+        pick_device(device)
 
 
 def _check_backend(backend: str, *, plain: bool) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import torch
@@ -190,16 +191,42 @@ def translate_out_of_memory(what: str, remedy: str) -> Iterator[None]:
 # --------------------------------------------------------------------------------------------------------------- speed
 
 
-def compute_flops(kind: str, threads: int = 0) -> float:
-    """Peak fp32 FLOP/s (multiplications and additions) of a matrix product, which bounds training.
+@dataclass(frozen=True, slots=True)
+class DeviceClock:
+    """Times the work of a device without waiting for it, except in ``wait``."""
+
+    device: torch.device
+
+    def mark(self) -> Any:
+        """The moment at which the work that was started before is done: a CUDA event, else the host's seconds."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def between_s(self, first: Any, second: Any) -> float:
+        """Seconds between two marks; call ``wait`` before."""
+        return float(second - first if isinstance(first, float) else first.elapsed_time(second) / 1e3)
+
+    def wait(self) -> None:
+        """Wait until the device has done all that was started."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+def compute_flops(kind: str, threads: int = 0, *, dtype: torch.dtype = torch.float32, rows: int = 0) -> float:
+    """Peak FLOP/s (multiplications and additions) of a product of matrices of ``rows`` rows, which bounds training; 0:
+    as many as keep most devices busy.
 
     On a CPU this is one thread's rate, by its CPU time, times the number of threads. A measurement with all threads and
     by the clock would depend on other processes. Raises ``UserError``: this machine does not have the device;
     ``RuntimeError``: torch's, for too little memory."""
     device = pick_device(kind, threads).torch_device
     on_cpu, threads = device.type == "cpu", torch.get_num_threads()
-    rows = 384 if on_cpu else 4096  # the width of a small model; what keeps an accelerator busy
-    matrix = torch.ones(rows, rows, dtype=torch.float32, device=device)
+    rows = rows or (384 if on_cpu else 4096)  # the width of a small model; what keeps an accelerator busy
+    generator = torch.Generator(device).manual_seed(0)  # products of equal numbers take a GPU less power and time
+    matrix = torch.randn(rows, rows, dtype=dtype, device=device, generator=generator)
     with one_thread():
         clock = time.thread_time if on_cpu else time.perf_counter
         best_s = _best_s(lambda: (matrix @ matrix)[0, 0], clock, least_s=0.1)

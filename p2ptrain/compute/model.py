@@ -121,6 +121,20 @@ def parameter_count(config: PretrainedConfig) -> int:
     return sum(parameter.numel() for parameter in outline(config).parameters())
 
 
+def flops_per_token(config: PretrainedConfig, sequence_tokens: int) -> int:
+    """FLOP of a token's forward and backward pass by the formula of PaLM (arXiv 2204.02311, appendix B): 6 for each
+    parameter of a matrix product, and the attention to ``sequence_tokens``, of which no mask is subtracted. Raises as
+    ``outline``."""
+    model: Any = outline(config)
+    sizes, output = config.get_text_config(), model.get_output_embeddings()
+    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    looked_up -= {id(output.weight)} if output is not None else set()  # a tied one is the output's matrix
+    numel: int = sum(each.numel() for each in model.parameters() if each.ndim > 1 and id(each) not in looked_up)
+    heads = getattr(sizes, "num_attention_heads", 0)
+    width: int = heads * (getattr(sizes, "head_dim", None) or sizes.hidden_size // heads) if heads else 0
+    return 6 * numel + 12 * int(sizes.num_hidden_layers) * width * sequence_tokens
+
+
 def build_model(
     spec: ModelSpec, vocab_size: int, seed: int, *, config: PretrainedConfig | None = None
 ) -> PreTrainedModel:

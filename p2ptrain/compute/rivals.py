@@ -1,15 +1,15 @@
-"""Baselines for benchmarks: DistributedDataParallel and FSDP2 on torch's collectives, and transformers' generation with
-one model or with an assistant. The backend ``p2p`` takes their turns in the same groups of processes.
+"""Baselines for benchmarks: training loops of torch, and transformers' generation with one model or with an assistant.
 
-The baselines use the best settings that their documentation offers: fused
-AdamW, gradients as views of DDP's buckets, and no exchange before the last micro-batch. Their losses are gathered after
-the measured steps; ours are reduced with the gradients.
+The loops train in one process, eager or compiled, or with DistributedDataParallel or FSDP2 on torch's collectives. The
+backend ``p2p`` takes their turns in the same groups of processes. They use the best settings that their documentation
+offers: autocast, fused AdamW, gradients as views of DDP's buckets, and no exchange before the last micro-batch. Their
+losses are gathered after the measured steps; ours are reduced with the gradients.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,46 +22,55 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GenerationConfig as _GenerationConfig
 
-from p2ptrain.compute.device import check_memory, flushed_denormals, pick_device
+from p2ptrain.compute.device import ComputeDevice, check_memory, compute_flops, flushed_denormals, pick_device
 from p2ptrain.compute.gloo import GlooGroup, line_of
-from p2ptrain.compute.model import ModelSpec, load_model, model_config, parameter_count
-from p2ptrain.compute.passes import MicroBatchReader
-from p2ptrain.compute.recipe import ModelRecipe, TrainingSpec
+from p2ptrain.compute.model import ModelSpec, flops_per_token, load_model, model_config, parameter_count
+from p2ptrain.compute.passes import PRECISIONS, DeviceBatch, MicroBatchReader
+from p2ptrain.compute.recipe import ModelRecipe, TrainingSpec, tokenizer_and_config
 from p2ptrain.compute.served_part import choose_dtype
 from p2ptrain.compute.text import ModelText
+from p2ptrain.compute.tuning import ALL_OF_IT
 from p2ptrain.core.errors import ConfigError, ConnectionLost, JobFailed
 from p2ptrain.core.serving import COLDEST, Sampling
 
 GenerationConfig: Any = _GenerationConfig  # its annotations are partial
 
 
-class DdpTrainer:
-    """Trains like ``compute.trainer.Trainer``, with the same weights and samples, but with DistributedDataParallel.
+class TorchTrainer:
+    """Trains like ``compute.trainer.Trainer``, with the same weights and samples, in the loop that a user of torch
+    writes.
 
     Args:
-        sharded: with FSDP2 in place of it; each layer is a unit.
+        kind: "plain"; "compiled": ``torch.compile`` of the model with its loss; "ddp": DistributedDataParallel;
+            "fsdp2": each layer is a unit.
+        group: of the members that train together, for the last two; ``backend``: of the group.
 
     Raises:
         ConfigError, UserError, ResourceError: see ``ModelRecipe`` and ``MicroBatchReader``.
     """
 
-    def __init__(self, group: GlooGroup, spec: TrainingSpec, backend: str = "gloo", *, sharded: bool = False) -> None:
-        recipe = ModelRecipe(spec, pick_device("cpu"))
-        self._group, self._spec, optimizer = group, spec, spec.optimizer
-        self._batches = MicroBatchReader(recipe)
+    def __init__(
+        self, spec: TrainingSpec, device: ComputeDevice, kind: str, group: GlooGroup | None = None, backend: str = ""
+    ) -> None:
+        recipe = ModelRecipe(spec, device)
+        self._spec, self._device, self._kind, self._group = spec, device.torch_device, kind, group
+        self._batches, optimizer = MicroBatchReader(recipe), spec.optimizer
         network: Any = recipe.initial_module()
-        self._ddp: Any
-        if sharded:
-            mesh = DeviceMesh.from_group(group.groups[backend], "cpu")
-            for layer in network.get_decoder().layers:
+        self._network = network.to(self._device)
+        if group is not None and kind == "fsdp2":
+            mesh = DeviceMesh.from_group(group.groups[backend], device.kind)
+            for layer in self._network.get_decoder().layers:
                 fully_shard(layer, mesh=mesh)
-            self._ddp = fully_shard(network, mesh=mesh)
-        else:
+            fully_shard(self._network, mesh=mesh)
+        elif group is not None:
             with flushed_denormals():
-                self._ddp = DistributedDataParallel(
-                    network, process_group=group.groups[backend], gradient_as_bucket_view=True
+                self._network = DistributedDataParallel(
+                    self._network, process_group=group.groups[backend], gradient_as_bucket_view=True
                 )
-        parameters = list(self._ddp.parameters())
+        self._loss: Callable[[DeviceBatch], torch.Tensor] = self._loss_sum
+        if kind == "compiled":
+            self._loss = torch.compile(self._loss_sum)
+        parameters = list(self._network.parameters())
         groups = [
             {"params": [item for item in parameters if item.ndim >= 2], "weight_decay": optimizer.weight_decay},
             {"params": [item for item in parameters if item.ndim < 2], "weight_decay": 0.0},
@@ -71,51 +80,79 @@ class DdpTrainer:
         self._losses: list[torch.Tensor] = []
 
     def step(self, step: int, first: int, count: int) -> None:
-        """Run one step; this member computes micro-batches ``range(first, first + count)``. Raises ``ConnectionLost``:
-        Gloo lost another member; ``JobFailed``: this member has no micro-batch, and DDP needs at least one."""
+        """Run one step; this member computes micro-batches ``range(first, first + count)``. On a GPU it may still
+        compute afterwards. Raises ``ConnectionLost``: Gloo lost another member; ``JobFailed``: this member has no
+        micro-batch, and DDP needs at least one; or torch failed without a group."""
         if not count:
             raise JobFailed("DistributedDataParallel needs a micro-batch for every member")
         try:
             with flushed_denormals():
                 self._step(step, first, count)
         except RuntimeError as error:
-            raise ConnectionLost(f"the step of torch failed: {line_of(error)}") from error
+            text = f"the step of torch failed: {line_of(error)}"
+            if self._group is not None:
+                raise ConnectionLost(text) from error
+            remedy = (
+                "leave it out with --no-compiled" if self._kind == "compiled" else "choose a smaller model or batch"
+            )
+            raise JobFailed(f"the {self._kind} loop: {text}", remedy=remedy) from error
 
     def losses(self) -> list[float]:
-        """Mean losses of the steps since the last call. This is a collective: all members must call it together."""
+        """Mean losses of the steps since the last call. All members of a group must call it together."""
         if not self._losses:
             return []
-        total = torch.stack(self._losses)
+        total = torch.stack(self._losses).cpu()
         self._losses.clear()
-        dist.all_reduce(total)
+        if self._group is not None:
+            dist.all_reduce(total)
         return total.tolist()
 
     def _step(self, step: int, first: int, count: int) -> None:
-        optimizer, loss_sum = self._spec.optimizer, torch.zeros(())
+        optimizer, loss_sum = self._spec.optimizer, torch.zeros((), device=self._device)
+        members = 1 if self._group is None else self._group.size
         self._adamw.zero_grad(set_to_none=True)
         targets_of_step = self._batches.targets(step, 0, self._spec.micro_batches)
         for index in range(first, first + count):
             batch = self._batches.training_batch(step, index)
-            placed = {} if batch.positions is None else {"position_ids": batch.positions}
             with self._during_micro_batch(is_last=index == first + count - 1):
-                logits = self._ddp(input_ids=batch.inputs, use_cache=False, **placed).logits
-                loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum")
-                loss = loss / targets_of_step
-                (loss * self._group.size).backward()  # type: ignore[no-untyped-call]  # DDP averages over members
+                loss = self._loss(batch) / targets_of_step
+                (loss * members).backward()  # type: ignore[no-untyped-call]  # DDP averages over members
             loss_sum += loss.detach()
         if optimizer.clip_norm:
-            torch.nn.utils.clip_grad_norm_(self._ddp.parameters(), optimizer.clip_norm)
+            torch.nn.utils.clip_grad_norm_(self._network.parameters(), optimizer.clip_norm)
         for group in self._adamw.param_groups:
             group["lr"] = optimizer.lr_at(step, self._spec.steps)
         self._adamw.step()
         self._losses.append(loss_sum)
 
+    def _loss_sum(self, batch: DeviceBatch) -> torch.Tensor:
+        placed = {} if batch.positions is None else {"position_ids": batch.positions}
+        dtype = PRECISIONS[self._spec.precision]
+        with torch.autocast(self._device.type, dtype=dtype, enabled=dtype is not None):
+            logits = self._network(input_ids=batch.inputs, use_cache=False, **placed).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum")
+
     def _during_micro_batch(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Gradients are exchanged after the last micro-batch only."""
-        if isinstance(self._ddp, FSDPModule):
-            self._ddp.set_requires_gradient_sync(is_last)
+        if isinstance(self._network, FSDPModule):
+            self._network.set_requires_gradient_sync(is_last)
             return nullcontext()
-        return nullcontext() if is_last else self._ddp.no_sync()
+        return nullcontext() if is_last or self._group is None else self._network.no_sync()
+
+
+def describe(spec: TrainingSpec, device: ComputeDevice) -> dict[str, Any]:
+    """What a report says of a model and its device: the FLOP of a token (0 if only a part of the model trains), and the
+    device's peak FLOP/s in the precision of ``spec``, by a product of large matrices."""
+    _, config = tokenizer_and_config(spec.model)
+    rows = 0 if device.kind == "cpu" else 8192  # on a GPU such a product takes far longer than its launch
+    dtype = PRECISIONS[spec.precision] or torch.float32
+    return {
+        "device": device.label,
+        "torch": torch.__version__,
+        "parameters": parameter_count(config),
+        "flops_per_token": flops_per_token(config, spec.data.sequence_tokens) if spec.tuning == ALL_OF_IT else 0,
+        "peak_flops": compute_flops(str(device.torch_device), device.threads, dtype=dtype, rows=rows),
+    }
 
 
 class AssistedPair:

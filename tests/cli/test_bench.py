@@ -22,6 +22,7 @@ from p2ptrain.lab.bench.report import (
     human_rate,
 )
 from p2ptrain.lab.bench.runner import Bench
+from p2ptrain.lab.bench.training import compare_losses, summarize_device
 from roles.timed_model import text_after
 
 from .conftest import Command
@@ -132,6 +133,29 @@ async def test_a_lossy_codec_may_lose_but_its_rival_may_not() -> None:
     assert (await allreduce(members, codec="int8")).cases[0].facts["ring_to_fp32_ring"] == 1.5
 
 
+# ------------------------------------------------------------------------------------------------------------- device
+
+
+def test_a_worker_beside_the_loops_on_its_device() -> None:
+    """4 s a step of 1,000 tokens, of 3 MFLOP each, on a device of 1 GFLOP/s."""
+    times = {"passes_s": [2.0, 3.0], "digests_s": [0.5, 0.5], "vote_s": [0.25, 0.25], "apply_s": [0.25, 0.25]}
+    worker = Contender("this worker", [4.0, 4.0], {"losses": [2.0, 1.0], **times})
+    plain = Contender("plain loop", [3.0, 3.0], {"losses": [2.0, 1.001]})
+    compiled = Contender("compiled loop", [2.0, 2.0], {"losses": [2.0, 1.0]})
+    found = {"device": "a device", "parameters": 5, "flops_per_token": 3e6, "peak_flops": 1e9}
+    case = Case("tiny", 1000, {"ring": worker, "plain": plain, "compiled": compiled}, found)
+    notes = summarize_device(case)
+    assert (case.facts["worker_to_plain"], case.facts["worker_to_compiled"]) == (0.75, 0.5)
+    assert [each.facts["mfu"] for each in (worker, plain, compiled)] == [0.75, 1.0, 1.5]
+    assert list(case.facts["phases_s"].values()) == [2.5, 0.5, 0.25, 0.25, 0.5]
+    assert any("75.0 %" in note for note in notes)
+    assert compare_losses(case) == ["losses of the same 2 steps differ by 1.0e-03 at most, relative"]
+    case.facts["flops_per_token"] = 0  # only a part of the model trains
+    del worker.facts["mfu"]
+    summarize_device(case)
+    assert "mfu" not in worker.facts
+
+
 # ----------------------------------------------------------------------------------------------------------- generate
 
 
@@ -184,6 +208,9 @@ async def test_a_text_that_is_not_the_verifiers_own_counts_for_nothing() -> None
         (("allreduce", "--link", "moon"), "no link preset 'moon'"),
         (("step", "--workers", "9"), "9 workers cannot share the 8 micro-batches"),
         (("step", "--profile", "none-such"), "none-such"),
+        (("step", "--device", "cuda:99"), "device 'cuda:99' was asked for and this machine has"),
+        (("device", "--device", "moon"), "'moon' is not a device"),
+        (("device", "--profile", "local"), "local has the strategy 'local'"),
         (("generate", "--draft-model", "/nowhere"), "--draft-model works only with --model"),
         (("generate", "--model", "/nowhere"), "holds no model"),
         (("generate", "--alpha", "1.5"), "not a list of numbers, 0 to 1"),

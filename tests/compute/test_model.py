@@ -13,6 +13,7 @@ from p2ptrain.compute.device import pick_device
 from p2ptrain.compute.model import (
     ModelSpec,
     build_model,
+    flops_per_token,
     load_model,
     model_config,
 )
@@ -117,3 +118,23 @@ def test_weights_of_fewer_layers_are_refused(tmp_path: Path) -> None:
     deeper = model_config(tiny(layers=3), 256)
     with pytest.raises(ConfigError, match=r"lack model\.layers\.2"):
         load_model(tmp_path, config=deeper)
+
+
+LAYER = (
+    32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48
+)  # of TINY: queries, two of four heads of keys and values, output, MLP
+
+
+@pytest.mark.parametrize(
+    ("spec", "multiplied", "attention"),
+    [
+        (tiny(), 2 * LAYER + 256 * 32, 2 * 32),
+        (tiny(tie_embeddings=False), 2 * LAYER + 256 * 32, 2 * 32),  # the input's matrix is only looked up
+        (tiny(architecture="gpt2", kv_heads=4), 2 * (4 * 32 * 32 + 2 * 32 * 48) + 256 * 32, 2 * 32),  # and positions
+        (tiny(architecture="lstm"), 2 * 8 * 32 * 32 + 256 * 32, 0),
+    ],
+)
+def test_a_tokens_flop_are_those_of_matrix_products_and_attention(
+    spec: ModelSpec, multiplied: int, attention: int
+) -> None:
+    assert flops_per_token(model_config(spec, 256), 10) == 6 * multiplied + 12 * attention * 10

@@ -13,6 +13,7 @@ import pytest
 
 from p2ptrain.compute.model import build_model
 from p2ptrain.compute.tokenizer import Tokenizer
+from p2ptrain.lab.bench.training import PHASES
 from tests.compute.tiny_trainer import tiny
 
 
@@ -69,6 +70,24 @@ async def test_training_steps_beside_ddp(machine: Any, environment: dict[str, st
     assert set(found["contenders"]) == {"ring", "ddp", "ddp-p2p", "fsdp2", "fsdp2-p2p"}
     assert found["ddp_p2p_to_gloo"] > 0
     assert found["fsdp2_p2p_to_gloo"] > 0
+
+
+@pytest.mark.slow
+async def test_one_worker_beside_the_plain_loop(machine: Any) -> None:
+    """The compiled loop needs a compiler and a minute; tests/compute/test_rivals.py has its part."""
+    options = ("--device", "cpu", "--steps", "6", "--no-compiled", "--json", *machine.settings())
+    (found,) = (await document(await machine.start("bench", "device", *options)))["results"]
+    worker, plain = found["contenders"]["ring"], found["contenders"]["plain"]
+    assert set(found["contenders"]) == {"ring", "plain"}
+    assert worker["tokens_per_s"] * worker["median_s"] == pytest.approx(8 * 2 * 32)
+    assert len(worker["seconds"]) == len(plain["seconds"]) == 6
+    assert {len(worker[name]) for name in PHASES} == {6}
+    assert len(worker["losses"]) == len(plain["losses"]) == 9
+    assert found["largest_relative_loss_difference"] < 1e-4
+    assert found["worker_to_plain"] > 0
+    assert found["worker_to_compiled"] is None
+    assert sum(found["phases_s"].values()) == pytest.approx(sum(worker["seconds"]) / 6)
+    assert worker["mfu"] == pytest.approx(worker["tokens_per_s"] * found["flops_per_token"] / found["peak_flops"])
 
 
 async def test_schedules_of_a_pipeline_over_a_slow_link(machine: Any) -> None:

@@ -83,8 +83,8 @@ async def _measure(
     async with bench.members(plan.workers) as members:
         bench.progress(f"{title}: forming the ring")
         await form_ring(bench, members, BenchRing(plan.link, codec=codec))
-        how: Answer = {"spec": profile.to_spec(), "threads": 1, "rivals": [], "micro_batch_s": plan.compute_s}
-        facts, *_ = await members.all("build", seconds=STEP_S, **how)
+        how: Answer = {"specs": {"ring": profile.to_spec()}, "device": "cpu", "threads": 1, "rivals": []}
+        facts, *_ = await members.all("build", seconds=STEP_S, micro_batch_s=plan.compute_s, **how)
         contender = Contender(title)
         case = Case(f"H = {inner_steps}", facts["tokens_per_step"], {"ring": contender}, {})
         steps_done: list[list[Answer]] = []

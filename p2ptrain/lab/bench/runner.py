@@ -54,7 +54,7 @@ class Bench:
 
         Raises ``JobFailed``, ``DeadlineExceeded``, ``StorageError``.
         """
-        self.progress(f"starting {count} members")
+        self.progress(f"starting {count} member{'s' * (count != 1)}")
         children: list[PeerProcess] = []
         try:
             for rank in range(count):

@@ -1,4 +1,4 @@
-"""``bench step``: training steps of this project and of torch, a block of steps of each in turn.
+"""``bench step`` and ``bench device``: training steps of this project and of torch, a block of steps of each in turn.
 
 ``measure_steps`` runs in the command's process and orders blocks. A ``TrainingMember`` in each member's process runs
 them with the parts of a worker: engine, strategy, ring, the vote of the tokens, the commit. Only the seed is missing,
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
-from typing import TYPE_CHECKING, cast
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, cast
 
 from configs.schema import Profile
 from p2ptrain.core.errors import JobFailed
@@ -32,13 +32,23 @@ from roles.worker.build import engine_builder, training_spec
 
 if TYPE_CHECKING:
     from p2ptrain.compute.gloo import GlooGroup
-    from p2ptrain.compute.rivals import DdpTrainer
+    from p2ptrain.compute.rivals import TorchTrainer
 
 RING, USUAL = "ring", "usual"
 """The contenders of this project: as the profile says; and without exact mode, if the profile has it."""
-DDP = "ddp"
-RIVALS = {DDP: "DDP on Gloo", "ddp-p2p": "DDP on p2p", "fsdp2": "FSDP2 on Gloo", "fsdp2-p2p": "FSDP2 on p2p"}
-"""The contenders of torch, and their titles. All but DDP are measured only to judge the backend p2p of torch."""
+DDP, PLAIN, COMPILED = "ddp", "plain", "compiled"
+GROUPED = {DDP: "DDP on Gloo", "ddp-p2p": "DDP on p2p", "fsdp2": "FSDP2 on Gloo", "fsdp2-p2p": "FSDP2 on p2p"}
+RIVALS = GROUPED | {PLAIN: "plain loop", COMPILED: "compiled loop"}
+"""The contenders of torch, and their titles. The last two train in one process. Of the others all but DDP are measured
+only to judge the backend p2p of torch."""
+PHASES = {
+    "passes_s": "forward and backward passes",
+    "digests_s": "digests and norms after them",
+    "vote_s": "the vote",
+    "apply_s": "applying",
+}
+"""The phases of a step of this project, in their order. """
+TIMES = (*PHASES, "exposed_s", "communicating_s")
 BLOCK_STEPS = 5
 """Steps of a block: enough to warm the caches, and so few that all contenders meet the same load of the machine."""
 WARM_STEPS = 3  # not counted: the first steps allocate, and DDP orders its buckets
@@ -48,8 +58,8 @@ PATIENCE_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What to measure: ``steps`` of each contender, with ``threads`` for each of the ``workers``. ``backend_p2p``: also
-    the rivals that judge this backend of torch."""
+    """What to measure: ``steps`` of each contender on ``device``, with ``threads`` for each of the ``workers``.
+    ``rivals``: of ``GROUPED``; for a worker alone of the others."""
 
     profile: Profile
     name: str
@@ -57,42 +67,53 @@ class StepPlan:
     threads: int
     steps: int
     ring: BenchRing
-    backend_p2p: bool = False
+    rivals: Sequence[str] = (DDP,)
+    device: str = "cpu"
+
+    @property
+    def is_alone(self) -> bool:
+        return self.workers == 1
 
     def report(self) -> BenchReport:
         threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
         title = f"training step · {self.name} · {self.workers} workers × {threads} over {self.ring.described}"
+        if self.is_alone:
+            title = f"training step · {self.name} · one worker, {self.profile.device.precision}"
         settings = {"profile": self.name, "workers": self.workers, "threads": self.threads, "steps": self.steps}
-        report = BenchReport("step", title, "tokens", "{:,.0f}".format, settings | {"ring": asdict(self.ring)})
+        settings |= {"device": self.device, "ring": asdict(self.ring)}
+        report = BenchReport("device" if self.is_alone else "step", title, "tokens", "{:,.0f}".format, settings)
         report.columns = {"ring_to_ddp": ("×DDP", times), "hidden": ("HIDDEN", per_cent)}
+        if self.is_alone:
+            report.columns = {"worker_to_plain": ("×PLAIN", times), "worker_to_compiled": ("×COMPILED", times)}
         return report
 
 
 async def measure_steps(bench: Bench, plan: StepPlan, report: BenchReport) -> None:
-    ring, exact = plan.ring, plan.profile.job.exact
-    codec = f", {ring.codec}" * (ring.codec != "fp32")
-    contenders = {RING: Contender(f"this ring{', exact' * exact}{codec}")}
-    if exact:
+    ring, exact, profile = plan.ring, plan.profile.job.exact, plan.profile
+    codec, modes = f", {ring.codec}" * (ring.codec != "fp32"), {RING: profile}
+    contenders = {RING: Contender("this worker" if plan.is_alone else f"this ring{', exact' * exact}{codec}")}
+    if exact:  # the usual mode shows what exact mode costs
         contenders[USUAL] = Contender(f"this ring{codec}")
+        modes[USUAL] = profile.model_copy(update={"job": profile.job.model_copy(update={"exact": False})})
     async with bench.members(plan.workers, threads=plan.threads) as members:
         await form_ring(bench, members, ring)
         bench.progress("loading torch, the model and the data")
-        report.torch, missing = await open_gloo(members, STEP_S * 20, p2p=plan.backend_p2p)
+        missing = ""
+        if not plan.is_alone:
+            report.torch, missing = await open_gloo(members, STEP_S * 20, p2p=len(plan.rivals) > 1)
         if ring.link:
             missing = f"the link {ring.link} is emulated inside this program's connections"
         if missing:
             report.notes.append(f"DDP is left out: {missing}")
-        else:
-            names = RIVALS if plan.backend_p2p else (DDP,)
-            contenders |= {name: Contender(RIVALS[name]) for name in names}
-            if ring.tls:
-                report.notes.append("Gloo knows no encryption: DDP is measured as it is, in plain TCP")
-        rivals = [name for name in RIVALS if name in contenders]
-        spec = plan.profile.to_spec()
-        facts, *_ = await members.all("build", seconds=STEP_S, spec=spec, threads=plan.threads, rivals=rivals)
-        for contender in contenders.values():
-            contender.facts = {"losses": [], "exposed_s": [], "communicating_s": []}
-        case = Case(plan.name, facts["tokens_per_step"], contenders, {"reduce_bytes": facts["reduce_bytes"]})
+        elif ring.tls:
+            report.notes.append("Gloo knows no encryption: DDP is measured as it is, in plain TCP")
+        rivals = [] if missing else plan.rivals
+        contenders |= {name: Contender(RIVALS[name]) for name in rivals}
+        how: Answer = {"specs": {name: mode.to_spec() for name, mode in modes.items()}, "device": plan.device}
+        facts, *_ = await members.all("build", seconds=STEP_S, threads=plan.threads, rivals=rivals, **how)
+        for name, contender in contenders.items():
+            contender.facts = {"losses": [], **{fact: [] for fact in TIMES if name in modes}}
+        case = Case(plan.name, facts["tokens_per_step"], contenders, facts)
         steps_done = dict.fromkeys(contenders, 0)
 
         async def sample(name: str) -> list[float]:
@@ -102,13 +123,14 @@ async def measure_steps(bench: Bench, plan: StepPlan, report: BenchReport) -> No
             steps_done[name] += count
             answers = await members.all("train", contender=name, first=first, count=count, seconds=count * STEP_S)
             facts["losses"] += answers[0]["losses"]
-            for fact in ("exposed_s", "communicating_s") if first else ():
-                steps = zip(*(answer.get(fact, ()) for answer in answers), strict=True)
+            for fact in TIMES if first and name in modes else ():
+                steps = zip(*(answer[fact] for answer in answers), strict=True)
                 facts[fact] += [mean(step) for step in steps]
             return [max(step) for step in zip(*(answer["seconds"] for answer in answers), strict=True)]
 
         await bench.interleave(report, case, sample, rounds=math.ceil(plan.steps / BLOCK_STEPS))
-    report.notes += summarize(case)
+    report.torch = facts.pop("torch", report.torch)
+    report.notes += (summarize_device if plan.is_alone else summarize)(case) + compare_losses(case)
 
 
 def summarize(case: Case) -> list[str]:
@@ -126,17 +148,48 @@ def summarize(case: Case) -> list[str]:
     ]
     if (factor := facts["exact_to_usual_step"]) is not None:
         notes.append(f"exact sums: a step takes {factor:.2f} times as long as in the usual mode")
-    if rivals := [case.contenders[name].facts for name in RIVALS if name in case.contenders]:
-        pairs = [pair for rival in rivals for pair in zip(ring["losses"], rival["losses"], strict=False)]
-        largest = max(abs(loss - rival_loss) / abs(rival_loss) for loss, rival_loss in pairs)
-        facts["largest_relative_loss_difference"] = largest
-        notes.append(f"losses of the same {len(ring['losses'])} steps differ by {largest:.1e} at most, relative")
     return notes
 
 
-def _build_engine(profile: Profile, threads: int, micro_batch_s: float) -> Engine:
+def summarize_device(case: Case) -> list[str]:
+    """As ``summarize``, of a worker alone."""
+    worker, facts = case.contenders[RING], case.facts
+    facts |= {"worker_to_plain": case.ratio(PLAIN, RING), "worker_to_compiled": case.ratio(COMPILED, RING)}
+    phases_s = {title: mean(worker.facts[name]) for name, title in PHASES.items()}
+    phases_s["other"] = max(0.0, mean(worker.seconds) - math.fsum(phases_s.values()))
+    facts["phases_s"] = phases_s
+    parts = ", ".join(f"{title} {human_duration(seconds)}" for title, seconds in phases_s.items())
+    notes = [
+        f"{facts['device']}; {facts['parameters']:,} parameters; {case.amount:,.0f} tokens a step",
+        f"a step of this worker: {parts}",
+    ]
+    if facts["flops_per_token"]:
+        for each in case.contenders.values():
+            each.facts["mfu"] = facts["flops_per_token"] * case.amount / each.median_s / facts["peak_flops"]
+        shares = ", ".join(f"{each.title} {per_cent(each.facts['mfu'])}" for each in case.contenders.values())
+        notes.append(
+            f"model FLOP utilization: {shares}, of the {facts['peak_flops'] / 1e12:.3g} TFLOP/s that a large matrix "
+            f"product of this precision reached in this run; a token takes {facts['flops_per_token'] / 1e6:,.4g} "
+            "MFLOP: 6 for each parameter of a matrix product, and attention (PaLM, appendix B)"
+        )
+    return notes
+
+
+def compare_losses(case: Case) -> list[str]:
+    """Add the largest difference from the rivals' losses to the facts of ``case``. Returns a note that says it."""
+    losses = case.contenders[RING].facts["losses"]
+    rivals = [contender.facts["losses"] for name, contender in case.contenders.items() if name in RIVALS]
+    pairs = [pair for rival in rivals for pair in zip(losses, rival, strict=False)]
+    if not pairs:
+        return []
+    largest = max(abs(loss - rival_loss) / abs(rival_loss) for loss, rival_loss in pairs)
+    case.facts["largest_relative_loss_difference"] = largest
+    return [f"losses of the same {len(losses)} steps differ by {largest:.1e} at most, relative"]
+
+
+def _build_engine(profile: Profile, device: str, threads: int, micro_batch_s: float) -> Engine:
     if not micro_batch_s:
-        return engine_builder(device="cpu", threads=threads)(profile, WHOLE)
+        return engine_builder(device=device, threads=threads)(profile, WHOLE)
     from p2ptrain.compute.model import model_config, parameter_count
     from p2ptrain.lab.stand_in import FastStandIn
 
@@ -151,66 +204,83 @@ class TrainingMember:
         self._session, self._gloo, self._compute = session, gloo, ComputeThread()
         self._strategies: dict[str, Strategy] = {}  # of this project, one for each mode
         self._lineages: dict[str, str] = {}  # of the steps that each has committed
-        self._rivals: dict[str, DdpTrainer] = {}
+        self._rivals: dict[str, TorchTrainer] = {}
         self._first = self._count = 0
+        self._passed: Any = None  # mark of the clock after the newest micro-batch
 
-    async def build(self, spec: str, threads: int, rivals: Sequence[str], micro_batch_s: float = 0.0) -> Answer:
-        """Build the trainers of a profile, and ``rivals``. Raises what ``Trainer`` and ``DdpTrainer`` raise.
+    async def build(
+        self, specs: Mapping[str, str], device: str, threads: int, rivals: Sequence[str], micro_batch_s: float = 0.0
+    ) -> Answer:
+        """Build the trainers of this project, with these profiles by name, and ``rivals``. Raises what ``Trainer`` and
+        ``TorchTrainer`` raise. The answer of a member alone describes its model and device, too.
 
         ``micro_batch_s``: wait so long instead of computing.
         """
-        profile, session = Profile.from_spec_untrusted(spec), self._session
-        modes = {RING: profile}
-        if profile.job.exact:  # the usual mode shows what exact mode costs
-            modes[USUAL] = profile.model_copy(update={"job": profile.job.model_copy(update={"exact": False})})
-        make_strategy, engines = strategy_of(profile), dict[str, Engine]()
-        for name, mode in modes.items():
-            engines[name] = engine = await self._compute.run(_build_engine, mode, threads, micro_batch_s)
-            strategy = make_strategy(engine, self._compute, lambda: None, profile.ring.bucket_bytes)
+        from p2ptrain.compute.device import DeviceClock, pick_device
+
+        session, engines, profile = self._session, dict[str, Engine](), Profile.from_spec_untrusted(specs[RING])
+        chosen, run = pick_device(device, threads), self._compute.run
+        self._clock = DeviceClock(chosen.torch_device)
+        for name, mode in ((name, Profile.from_spec_untrusted(spec)) for name, spec in specs.items()):
+            engines[name] = engine = await run(_build_engine, mode, device, threads, micro_batch_s)
+            strategy = strategy_of(mode)(engine, self._compute, self._on_micro_batch, mode.ring.bucket_bytes)
             await strategy.begin_view(session, cast(ConnectPeers, None))  # each member holds the whole model
             self._strategies[name], self._lineages[name] = strategy, first_lineage("bench")
         for name in rivals:
-            from p2ptrain.compute.rivals import DdpTrainer
+            from p2ptrain.compute.rivals import TorchTrainer
 
-            assert self._gloo is not None, "no group was opened"
             kind, _, backend = name.partition("-")
-            make = partial(DdpTrainer, backend=backend or "gloo", sharded=kind != DDP)
-            self._rivals[name] = await self._compute.run(make, self._gloo, training_spec(profile))
-        micro_batches, engine = profile.batch.micro_batches, engines[RING]
-        self._first, self._count = shares(micro_batches, session.size)[session.rank]
-        return {
-            "tokens_per_step": micro_batches * engine.data.tokens_per_micro_batch,
-            "reduce_bytes": engine.reduce_buffer.nbytes,
+            group = self._gloo if name in GROUPED else None
+            self._rivals[name] = await run(TorchTrainer, training_spec(profile), chosen, kind, group, backend or "gloo")
+        self._first, self._count = shares(profile.batch.micro_batches, session.size)[session.rank]
+        facts: Answer = {
+            "tokens_per_step": profile.batch.micro_batches * engines[RING].data.tokens_per_micro_batch,
+            "reduce_bytes": engines[RING].reduce_buffer.nbytes,
         }
+        if session.size == 1:
+            from p2ptrain.compute.rivals import describe
+
+            facts |= await run(describe, training_spec(profile), chosen)
+        return facts
 
     async def train(self, contender: str, first: int, count: int) -> Answer:
-        """Run the steps from ``first`` on. Returns the seconds and loss of each; of the ring also its communication."""
-        if contender in self._rivals:
-            return await self._train_rival(self._rivals[contender], first, count)
-        answer: Answer = {"seconds": [], "losses": [], "exposed_s": [], "communicating_s": [], "computed_s": 0.0}
-        bytes_before = self._session.links.bytes_out
+        """Run the steps from ``first`` on. Returns the seconds and loss of each; of this project also the times in
+        ``TIMES``. A GPU is awaited at the end of the block only, so there each step has the mean of the block."""
+        rival, marks = self._rivals.get(contender), list[list[Any]]()
+        answer: Answer = {"seconds": [], "losses": [], "computed_s": 0.0, **{name: [] for name in TIMES}}
+        bytes_before, began = self._session.links.bytes_out, time.perf_counter()
         for step in range(first, first + count):
-            await self._run_step(contender, step, answer)
+            step_began = time.perf_counter()
+            if rival is not None:
+                await self._compute.run(rival.step, step, self._first, self._count)
+            else:
+                marks.append(await self._run_step(contender, step, answer))
+            answer["seconds"].append(time.perf_counter() - step_began)
+        await self._compute.run(self._clock.wait)
+        if self._clock.device.type != "cpu":
+            answer["seconds"] = [(time.perf_counter() - began) / count] * count
+        if rival is not None:
+            answer["losses"] = await self._compute.run(rival.losses)
+        for moments in marks:
+            for name, (before, after) in zip(PHASES, pairwise(moments), strict=True):
+                answer[name].append(self._clock.between_s(before, after))
         answer["sent_bytes"] = self._session.links.bytes_out - bytes_before
         return answer
 
-    async def _train_rival(self, rival: DdpTrainer, first: int, count: int) -> Answer:
-        seconds: list[float] = []
-        for step in range(first, first + count):
-            began = time.perf_counter()
-            await self._compute.run(rival.step, step, self._first, self._count)
-            seconds.append(time.perf_counter() - began)
-        return {"seconds": seconds, "losses": await self._compute.run(rival.losses)}
+    def _on_micro_batch(self) -> None:
+        self._passed = self._clock.mark()
 
-    async def _run_step(self, contender: str, step: int, answer: Answer) -> None:
-        """Run one step as a worker does, and add its times and loss to ``answer``."""
-        session, strategy = self._session, self._strategies[contender]
-        began = time.perf_counter()
+    async def _run_step(self, contender: str, step: int, answer: Answer) -> list[Any]:
+        """Run one step as a worker does, and add its times and loss to ``answer``. Returns the marks of the clock that
+        bound its ``PHASES``."""
+        session, strategy, mark = self._session, self._strategies[contender], self._clock.mark
+        began, start = time.perf_counter(), mark()
         await strategy.compute(step, self._first, self._count, patience_s=PATIENCE_S)
         answer["computed_s"] += time.perf_counter() - began
         contribution = await strategy.reduce()
         answer["exposed_s"].append(strategy.exposed_s)
         answer["communicating_s"].append(strategy.communicating_s)
+        moments = [start, self._passed, mark()]
         lineage = bytes.fromhex(self._lineages[contender])
         own = Token(session.view.generation, step, Flag(0), contribution.part, contribution.digest, lineage)
         messages = await session.all_gather(own.encode(), patience_s=PATIENCE_S)
@@ -218,5 +288,6 @@ class TrainingMember:
         if reason := next(filter(None, (difference(own, token) for token in tokens)), ""):
             raise JobFailed(f"the members do not hold the same bytes: {reason} differs")
         self._lineages[contender] = next_lineage(self._lineages[contender], contribution.digest)
+        moments.append(mark())
         answer["losses"].append((await strategy.commit(step, contribution.part)).loss)
-        answer["seconds"].append(time.perf_counter() - began)
+        return [*moments, mark()]
