@@ -10,11 +10,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from p2ptrain.compute.flat import FlatModel, OptimizerSchedule, square_sum
+from p2ptrain.compute.flat import FlatModel, OptimizerSchedule
 from p2ptrain.compute.gradients import gaussian
 from p2ptrain.compute.optimizer import make_optimizer
 
 NO_NOISE = (0.0, b"")
+_NORM_BLOCK_NUMEL = 1 << 20
 CLIPPED_FACTOR = 1.25
 """Memory for what trains, beside that of summed gradients: the sum of clipped ones has an array of its own."""
 
@@ -190,9 +191,11 @@ def add_noise(values: Tensor, std: float, key: bytes) -> None:
 
 def clip(values: Tensor, norm: float) -> None:
     """Scale what a private member contributes down to the L2 norm ``norm``, in place; zeros if it is not finite: a
-    refusal would tell about the text."""
-    length = math.sqrt(square_sum(values.cpu().numpy()))  # fp64: a sum of many squares in fp32 may lack percents of it
-    if math.isfinite(length):
-        values *= min(1.0, norm * 0.9999 / max(length, 1e-30))  # less than ``norm`` also after rounding
-    else:
-        values.zero_()
+    refusal would tell about the text. The host does not wait for the device."""
+    wide = values.cpu() if values.device.type == "mps" else values  # Apple GPUs have no fp64
+    # fp64: a sum of many squares in fp32 may lack percents of it. In blocks: a CPU makes a copy in fp64.
+    blocks = [torch.linalg.vector_norm(block, dtype=torch.float64) for block in torch.split(wide, _NORM_BLOCK_NUMEL)]
+    length = torch.linalg.vector_norm(torch.stack(blocks)).clamp(min=1e-30)
+    factor = (norm * 0.9999 / length).clamp(max=1.0)  # less than ``norm`` also after rounding
+    values *= torch.where(length.isfinite(), factor, 0.0).to(values)
+    values.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
