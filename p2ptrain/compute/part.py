@@ -324,7 +324,9 @@ class PartModel:
         device = next(self.module.parameters()).device
         return KeyValueCache(self.config, self._cache_shapes, positions, self._dtype, device)
 
-    def forward(self, x: Tensor, positions: Tensor, cache: KeyValueCache | None = None, *, logits: int = 0) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor, cache: KeyValueCache | None = None, *, logits: int = 0, **attention: Any
+    ) -> Tensor:
         """Run the part's layers over new positions.
 
         Args:
@@ -333,6 +335,7 @@ class PartModel:
                 (B, T): a position that does not follow the one before begins a text that is kept apart.
             cache: new positions attend to its positions and are added to it. None (training): no earlier positions.
             logits: on the last stage, the number of final positions to compute logits for; 0 for all.
+            attention: in training, see ``TrainingAttention.arguments``.
 
         Returns:
             hidden states (B, T, width); on the last stage logits (B, T or ``logits``, vocab).
@@ -343,6 +346,7 @@ class PartModel:
             "past_key_values": cache,
             "use_cache": cache is not None,
             "return_dict": True,
+            **attention,
         }
         self._hidden.entering = x
         try:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name
 from torch import Tensor
 
 from p2ptrain.compute.activations import decode_untrusted, encode
+from p2ptrain.compute.attention import TrainingAttention, takes_bounds
 from p2ptrain.compute.data import NO_TARGET, Corpus, load_corpus
 from p2ptrain.compute.device import translate_out_of_memory
 from p2ptrain.compute.fsdp import translate_lost_members
@@ -51,11 +52,18 @@ Payload = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """``compute.data.TokenBatch`` on the device: inputs, targets and positions (B, T)."""
+    """``compute.data.TokenBatch`` on the device: inputs, targets and positions (B, T).
+
+    Attributes:
+        bounds: of the conversations among all B T positions, int32: the start of each, and B T. None without positions.
+        longest: tokens of the longest conversation.
+    """
 
     inputs: Tensor
     targets: Tensor
     positions: Tensor | None
+    bounds: Tensor | None = None
+    longest: int = 0
 
 
 class MicroBatchReader:
@@ -75,7 +83,7 @@ class MicroBatchReader:
     """
 
     def __init__(self, recipe: ModelRecipe, processes: int = 1, on_progress: OnProgress = no_progress) -> None:
-        self._spec, self._device, self._processes = recipe.spec, recipe.device.torch_device, processes
+        self._spec, self._device, self._processes = recipe.spec, recipe.device, processes
         spec, self._tokenizer, vocab = recipe.spec, recipe.tokenizer, recipe.config.vocab_size
         self.corpus: Corpus = load_corpus(spec.data, self._tokenizer, vocab, on_progress=on_progress)
         recipe.check_corpus(self.corpus)
@@ -84,6 +92,7 @@ class MicroBatchReader:
         self.sampler = WindowSampler(len(training), spec.seed)
         self._drawn: set[int] = set()  # sequences of this step that ``draws_again`` was asked for
         self.first, self.count = 0, spec.micro_batches
+        self._ahead: dict[tuple[int, int], DeviceBatch] = {}  # by step and index; at most one
 
     @property
     def digest(self) -> str:
@@ -95,6 +104,7 @@ class MicroBatchReader:
     def begin_step(self, first: int, count: int) -> None:
         self.first, self.count = first, count
         self._drawn.clear()
+        self._ahead.clear()
 
     def draws_again(self, step: int, index: int) -> bool:
         """Whether an earlier micro-batch of this step, which is one sequence, was the same: it is where two epochs
@@ -114,7 +124,15 @@ class MicroBatchReader:
         return self.corpus.target_count(self.corpus.training[self.window_numbers(step, index, count)]) if count else 0
 
     def training_batch(self, step: int, index: int) -> DeviceBatch:
-        return self.batch(self.corpus.training[self.window_numbers(step, index)])
+        ahead = self._ahead.pop((step, index), None)
+        return ahead or self.batch(self.corpus.training[self.window_numbers(step, index)])
+
+    def read_ahead(self, step: int, index: int) -> None:
+        """Read what this process computes after micro-batch ``index``, while the device computes that. A CPU would
+        only do it earlier."""
+        following = index + self._processes
+        if self._device.kind != "cpu" and following < self.first + self.count:
+            self._ahead = {(step, following): self.training_batch(step, following)}
 
     def validation_batch(self, index: int) -> DeviceBatch:
         sequences = self._spec.micro_batch_sequences
@@ -127,11 +145,18 @@ class MicroBatchReader:
 
     def batch(self, windows: Indices) -> DeviceBatch:
         batch = self.corpus.batch(windows)
-        positions = None if batch.positions is None else self._on_device(batch.positions)
-        return DeviceBatch(self._on_device(batch.inputs), self._on_device(batch.targets), positions)
+        inputs, targets = self._on_device(batch.inputs), self._on_device(batch.targets)
+        if batch.positions is None:
+            return DeviceBatch(inputs, targets, None)
+        bounds = np.append(np.flatnonzero(batch.positions == 0), batch.positions.size)
+        placed = self._on_device(batch.positions), self._on_device(bounds.astype(np.int32))
+        return DeviceBatch(inputs, targets, *placed, int(np.diff(bounds).max()))
 
-    def _on_device(self, array: Indices) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+    def _on_device(self, array: npt.NDArray[Any]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        if self._device.kind == "cuda":  # a copy from memory that is not pinned waits for what the device has queued
+            tensor = tensor.contiguous().pin_memory()
+        return tensor.to(self._device.torch_device, non_blocking=True)
 
     def window_numbers(self, step: int, index: int, count: int = 1) -> Indices:
         """The windows of micro-batches ``range(index, index + count)``, as numbers of training windows."""
@@ -162,7 +187,11 @@ class Passes:
         self._flights: dict[int, _Flight] = {}
         self._divisor = 1
         stage, tokens, width = recipe.stage, recipe.spec.micro_batch_tokens, recipe.config.hidden_size
-        self._positions = torch.arange(recipe.spec.data.sequence_tokens, device=recipe.device.torch_device)
+        device, window = recipe.device.torch_device, recipe.spec.data.sequence_tokens
+        self._positions = torch.arange(window, device=device)
+        by_bounds = takes_bounds(device, window, bf16=recipe.spec.precision == "bf16")
+        module = built.flat.model if built.stage is None else built.stage.module
+        self._attention = TrainingAttention(module, by_bounds=by_bounds)
         self.activation_bytes = activation_bytes(stage.activations, tokens, width)
         self.gradient_bytes = activation_bytes(stage.gradients, tokens, width)
         self.layers = (recipe.part.start, recipe.part.stop, recipe.part.layers)
@@ -189,6 +218,7 @@ class Passes:
         if self.recompute and inputs is not None:
             flight.inputs = inputs.copy()
         self._flights[index] = flight
+        self._batches.read_ahead(step, index)
         return None if self._recipe.part.last else _payload(outputs, self._recipe.stage.activations)
 
     def backward(
@@ -263,13 +293,14 @@ class Passes:
     def _forward(self, x: Tensor, batch: DeviceBatch) -> Tensor:
         """Hidden states (B, T, width); on the last stage logits (B, T, vocab)."""
         built, positions = self._built, batch.positions
+        apart = self._attention.arguments(positions, batch.bounds, batch.longest)
         # FSDP2 casts the parameters itself.
         dtype = PRECISIONS[self._recipe.spec.precision] if self._recipe.shard is None else None
         device = self._recipe.device.torch_device
         with nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype):
             if built.stage is not None:
-                return built.stage.forward(x, self._positions if positions is None else positions)
-            placed = {} if positions is None else {"position_ids": positions}
+                return built.stage.forward(x, self._positions if positions is None else positions, **apart)
+            placed = apart if positions is None else {"position_ids": positions, **apart}
             return cast(Tensor, built.flat.model(input_ids=x, use_cache=False, **placed).logits)
 
     def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -280,7 +311,7 @@ class Passes:
         spec = self._recipe.spec.optimizer
         loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=spec.label_smoothing)
         if spec.z_loss:  # PaLM, arXiv 2204.02311; targets of ``NO_TARGET`` do not count
-            loss += spec.z_loss * logits[targets != NO_TARGET].logsumexp(-1).square().sum()
+            loss += spec.z_loss * (logits.logsumexp(-1).square() * (targets != NO_TARGET)).sum()
         return loss
 
     def _drop_graphs(self) -> None:

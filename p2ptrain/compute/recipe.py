@@ -7,6 +7,7 @@ weights. The global norm counts the matrix once, on the first stage.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -226,7 +227,8 @@ class ModelRecipe:
     def _build_module(self) -> tuple[nn.Module, PartModel | None]:
         spec, names, stage = self.spec, dict[str, str](), None
         if self.stage.is_whole:
-            module: Any = build_model(spec.model, self.tokenizer.vocab_size, spec.seed, config=self.config)
+            config = copy.deepcopy(self.config)  # training changes its setting of attention
+            module: Any = build_model(spec.model, self.tokenizer.vocab_size, spec.seed, config=config)
         else:
             stage = build_training_part(self.config, self.part, self.base, spec.seed)
             module, names = stage.module, dict(stage.names)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, DynamicCache, PretrainedConfig
 
+from p2ptrain.compute.attention import TrainingAttention
 from p2ptrain.compute.device import one_thread
 from p2ptrain.compute.key_value_cache import LAYER_CACHES
 from p2ptrain.compute.layout import LayerRange, ModelLayout, per_layer_lists, split_refusal
@@ -100,12 +101,20 @@ def _keeps_texts_apart(config: PretrainedConfig, split: bool) -> bool:
     lengths = [7, 1, 10]
     ids = _test_ids(config.vocab_size)
     positions = torch.cat([torch.arange(length) for length in lengths]).expand(2, -1)
+    bounds = torch.tensor([0, *lengths, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     with torch.no_grad():
-        window = ids if split else model(input_ids=ids, position_ids=positions, use_cache=False).logits
-        for part in parts:
-            window = part.forward(window, positions)
-        alone = [model(input_ids=text, use_cache=False).logits for text in torch.split(ids, lengths, dim=1)]
-        return torch.allclose(window, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-5)
+        alone = torch.cat([model(input_ids=text, use_cache=False).logits for text in torch.split(ids, lengths, 1)], 1)
+        for by_bounds in (False, True):
+            window = ids
+            for part in parts:
+                attention = TrainingAttention(part.module, by_bounds=by_bounds)
+                window = part.forward(window, positions, **attention.arguments(positions, bounds, max(lengths)))
+            if not split:
+                apart = TrainingAttention(model, by_bounds=by_bounds).arguments(positions, bounds, max(lengths))
+                window = model(input_ids=ids, position_ids=positions, use_cache=False, **apart).logits
+            if not torch.allclose(window, alone, rtol=1e-4, atol=1e-5):
+                return False
+    return True
 
 
 def _parts_match_whole(config: PretrainedConfig) -> bool:
