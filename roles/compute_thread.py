@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from p2ptrain.core.errors import P2PTrainError, ResourceError
 from p2ptrain.core.threads import RealThreads, Threads
 
+HASHING_THREADS = 2
+"""A GPU can fill a buffer faster than one thread hashes it."""
 P = ParamSpec("P")
 T = TypeVar("T")
 H = TypeVar("H", bound=Hashable)
@@ -40,7 +43,10 @@ class ComputeThread:
     """
 
     def __init__(self, threads: Threads | None = None) -> None:
-        self._thread = (threads or RealThreads()).start("compute")
+        threads = threads or RealThreads()
+        self._thread = threads.start("compute")
+        self._hashing = [threads.start("hashing") for _ in range(HASHING_THREADS)]
+        self._turns = itertools.cycle(self._hashing)
         self._calls = deque[ComputeCall]()
         self.known: set[str] = set()
 
@@ -72,11 +78,7 @@ class ComputeThread:
         def call() -> T:
             entry.begun = True
             try:
-                return function(*args, **kwargs)
-            except P2PTrainError:
-                raise
-            except BaseException as error:
-                raise translate_error(error) from error
+                return _translated(function, *args, **kwargs)
             finally:
                 entry.over = True
                 self.known.add(entry.name)
@@ -87,8 +89,22 @@ class ComputeThread:
         future.add_done_callback(entry.settled)
         return future
 
+    def submit_hashing(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+        """Call ``function``, which must not use a device, on a thread for hashing. Errors as ``run``."""
+        return next(self._turns).submit(lambda: _translated(function, *args, **kwargs))
+
     def close(self) -> None:
-        self._thread.close()
+        for thread in (self._thread, *self._hashing):
+            thread.close()
+
+
+def _translated(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    try:
+        return function(*args, **kwargs)
+    except P2PTrainError:
+        raise
+    except BaseException as error:
+        raise translate_error(error) from error
 
 
 HANG_S, HANG_FACTOR, FIRST_CALL_S = 10.0, 4, 600.0

@@ -106,16 +106,25 @@ class Engine(Protocol):
     def exchanged(self, step: int) -> Sequence[tuple[int, int]]:
         """Ranges of ``reduce_buffer`` that the members sum in ``step``, ascending. The other elements are zero."""
 
-    def partial_square_sum(self, start: int, stop: int) -> float:
-        """Sum of squares, in fp64, of ``reduce_buffer[start:stop]`` without the loss. Independent of thread counts.
+    def contributed_square_sum(self, start: int, stop: int) -> float:
+        """Sum of squares of this member's own contribution, in the ranges that ``on_final`` reported, without the loss.
 
+        Those of consecutive ranges add up to the whole; one that is measured on a device counts where its piece ends.
         NaN if an element is not finite. If the range includes the loss: also NaN if the loss is not finite, or if a
         value that this member added in this step did not fit into fixed point. So it is called for the last piece
-        before the ring gets that piece.
+        before the ring gets that piece. For a weight that the first and the last stage of a split model share, each
+        counts its own gradient; the norm of the whole counts their sum, on one of them.
         """
 
-    def apply(self, step: int, square_sum: float) -> Applied:
+    def partial_square_sum(self, start: int, stop: int) -> float:
+        """This part's share of the global squared norm: of ``reduce_buffer[start:stop]`` without the loss, NaN as
+        above. Independent of thread counts. May be called on any thread."""
+
+    def apply(self, step: int, square_sum: float, *, is_own: bool = False) -> Applied:
         """Clip by the global norm sqrt(``square_sum``), then take one optimizer step from ``reduce_buffer``.
+
+        Args:
+            is_own: it still is this member's own contribution, which a device need not get back.
 
         Raises:
             JobFailed: the loss or the norm is not finite. Parameters are unchanged. This is a last guard, because
@@ -198,10 +207,6 @@ class PipelineEngine(Protocol):
     def validation_forward(self, index: int, inputs: Payload | None) -> tuple[Payload | None, float, int]:
         """Run validation micro-batch ``index``. Returns the activations for the next stage; and on the last stage the
         sum of the losses (nats) and the number of targets, else 0. Raises as ``forward``."""
-
-    def contributed_square_sum(self, start: int, stop: int) -> float:
-        """As ``partial_square_sum``, but of this member's own contribution. For a weight that the first and the last
-        stage share, each counts its own gradient; the norm of the whole counts their sum, on one of them."""
 
     def tied_gradient(self) -> npt.NDArray[np.float32] | None:
         """The slice of ``reduce_buffer``, shape (numel,), for the weight that the first and the last stage share; None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
@@ -14,6 +15,8 @@ from p2ptrain.core.texts import human_bytes
 from p2ptrain.core.training import Blob
 from roles.compute_thread import ComputeThread
 from roles.engine import Engine
+
+CHUNK_BYTES = 1 << 20
 
 
 class Snapshot:
@@ -108,6 +111,20 @@ def _copy_state(engine: Engine, free: list[list[Blob]]) -> list[Blob]:
 
 def state_bytes(state: list[Blob]) -> int:
     return sum(blob.view.nbytes for blob in state)
+
+
+def digest_of(data: memoryview) -> bytes:
+    """xxh3-128 of ``data``, 16 bytes; of more than a chunk, that of the table of its chunks' digests. So chunks can be
+    hashed at different times."""
+    if data.nbytes <= CHUNK_BYTES:
+        return xxhash.xxh3_128_digest(data)
+    starts = range(0, data.nbytes, CHUNK_BYTES)
+    return digest_of_chunks([xxhash.xxh3_128_digest(data[start : start + CHUNK_BYTES]) for start in starts])
+
+
+def digest_of_chunks(digests: Sequence[bytes]) -> bytes:
+    """``digest_of`` data whose chunks have these digests."""
+    return digests[0] if len(digests) == 1 else digest_of(memoryview(b"".join(digests)))
 
 
 def state_digest(state: list[Blob]) -> bytes:

@@ -196,7 +196,7 @@ class Passes:
         self.gradient_bytes = activation_bytes(stage.gradients, tokens, width)
         self.layers = (recipe.part.start, recipe.part.stop, recipe.part.layers)
         self.in_flight = recipe.in_flight
-        self.contributed_square_sum, self.tied_gradient = buffer.contributed_square_sum, buffer.tied_gradient
+        self.tied_gradient = buffer.tied_gradient
         self.recompute = stage.recompute
 
     def begin_step(self, step: int) -> None:

@@ -1,16 +1,17 @@
 """A member's contribution to a step, from the backward pass to the ring and back.
 
 On a CPU the reduce buffer *is* the gradient memory: nothing is copied between backward and the ring. On a GPU the
-gradients are copied to a host buffer, which is pinned for CUDA, and copied back after the reduction. With CUDA a
-separate stream copies them piece by piece while backward runs. In the last micro-batch of a share a hook on each
-parameter reports how far the gradients are final (``BackwardProgress``), so the ring can start with the front of the
-buffer. The hooks run on autograd's thread, inside backward. In *exact* mode the reduce buffer is a separate array: the
-gradients' sum in fixed point (``FixedSum``).
+gradients are copied to a host buffer, which is pinned for CUDA, and copied back after the reduction, unless the member
+is alone. With CUDA a separate stream copies and measures them piece by piece while backward runs. In the last
+micro-batch of a share a hook on each parameter reports how far the gradients are final (``BackwardProgress``), so the
+ring can start with the front of the buffer. The hooks run on autograd's thread, inside backward. In *exact* mode the
+reduce buffer is a separate array: the gradients' sum in fixed point (``FixedSum``).
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +38,10 @@ class ReduceBuffer:
     Attributes:
         array: shape (numel + scalars,), on the host; ``roles.engine.Engine.reduce_buffer``.
         codec_numel: as in ``roles.engine.Engine``.
+        is_own: ``array`` still is this member's own contribution.
     """
+
+    is_own = False
 
     def __init__(self, recipe: ModelRecipe, built: BuiltPart, update: StepUpdate) -> None:
         flat, kind = built.flat, recipe.device.kind
@@ -49,7 +53,7 @@ class ReduceBuffer:
         self._host = self._summed
         if not on_host:
             self._host = torch.zeros_like(self._summed, device="cpu", pin_memory=kind == "cuda")
-        self._copier = host_copier(self._summed, self._host) if update.final_early else None
+        self._copier = host_copier(self._summed, self._host, update.numel) if update.final_early else None
         self._progress = BackwardProgress(flat.stops, self._copier, self._fixed.add if self._fixed else None)
         for index, segment in enumerate(flat.segments):
             hook = partial(self._progress.gradient_final, index)
@@ -87,7 +91,8 @@ class ReduceBuffer:
 
     def copy_back(self) -> None:
         """Copy the members' sum to the device, where ``StepUpdate.apply`` reads it."""
-        if self._host is not self._update.contribution:
+        has_it = self._host is self._update.contribution or (self.is_own and self._fixed is None)
+        if not has_it:
             self._update.contribution.copy_(self._host)
 
     def exchanged(self, step: int) -> Sequence[tuple[int, int]]:
@@ -101,41 +106,61 @@ class ReduceBuffer:
         return self.array[self._tied.offset : self._tied.offset + self._tied.numel]
 
     def contributed_square_sum(self, start: int, stop: int) -> float:
-        """See ``roles.engine``. Also NaN if a number before the loss slot cannot be."""
-        numel = len(self.array) - self.scalars
-        if stop > numel:
-            *counts, loss = self.array[numel:].tolist()
-            is_plausible = math.isfinite(loss) and all(0 <= count <= self._update.max_scalar for count in counts)
-            if not (self._fixed.fits if self._fixed else is_plausible):
-                return math.nan
-        return square_sum(self.array[start : min(stop, numel)]) * (UNIT**2 if self._fixed else 1.0)
+        """See ``roles.engine``."""
+        if self._copier is None or self._fixed is not None:
+            return self._square_sum(start, stop)
+        return self._copier.square_sum(start, stop) if self._has_plausible_scalars(stop) else math.nan
 
     def partial_square_sum(self, start: int, stop: int) -> float:
-        """``contributed_square_sum`` for the global norm: only the first stage counts the tied matrix."""
+        """See ``roles.engine``. Only the first stage counts the tied matrix."""
         if self._tied is None or self._counts_tied:
-            return self.contributed_square_sum(start, stop)
+            return self._square_sum(start, stop)
         before = min(stop, self._tied.offset)
         after = max(start, self._tied.offset + self._tied.numel)
-        total = self.contributed_square_sum(start, before) if start < before else 0.0
-        return total + self.contributed_square_sum(after, stop) if after < stop else total
+        total = self._square_sum(start, before) if start < before else 0.0
+        return total + self._square_sum(after, stop) if after < stop else total
+
+    def _square_sum(self, start: int, stop: int) -> float:
+        if not self._has_plausible_scalars(stop):
+            return math.nan
+        values = self.array[start : min(stop, len(self.array) - self.scalars)]
+        return square_sum(values) * (UNIT**2 if self._fixed else 1.0)
+
+    def _has_plausible_scalars(self, stop: int) -> bool:
+        """Whether the numbers behind the gradients, if they are before ``stop``, can be."""
+        numel = len(self.array) - self.scalars
+        if stop <= numel:
+            return True
+        if self._fixed is not None:
+            return self._fixed.fits
+        *counts, loss = self.array[numel:].tolist()
+        return math.isfinite(loss) and all(0 <= count <= self._update.max_scalar for count in counts)
 
 
-def host_copier(gradients: Tensor, host: Tensor) -> HostCopier | None:
-    """With CUDA: a copier of gradients to pinned memory, on a separate stream, while backward runs."""
+def host_copier(gradients: Tensor, host: Tensor, numel: int) -> HostCopier | None:
+    """With CUDA: a copier of gradients to pinned memory, on a separate stream, while backward runs. It measures the
+    first ``numel`` of them."""
     if gradients.device.type != "cuda":
         return None
     stream = torch.cuda.Stream(gradients.device)  # type: ignore[no-untyped-call]
+    stops = [stop for _, stop in bucket_bounds(len(gradients), gradients.element_size())]
+    norms = torch.zeros(len(stops), dtype=torch.float64, device=gradients.device)
+    landed_norms = torch.zeros(len(stops), dtype=torch.float64, pin_memory=True)
 
-    def copy(start: int, stop: int) -> torch.cuda.Event:
+    def copy(start: int, stop: int, piece: int) -> torch.cuda.Event:
         # In a hook the current stream is the one on which backward computes this gradient.
         stream.wait_stream(torch.cuda.current_stream(gradients.device))
         with torch.cuda.stream(stream):
             host[start:stop].copy_(gradients[start:stop], non_blocking=True)
+            if gradients.is_floating_point():  # what is in fixed point is measured on the host
+                measured = gradients[start : max(start, min(stop, numel))]
+                torch.linalg.vector_norm(measured, dtype=torch.float64, out=norms[piece])
+                landed_norms[piece].copy_(norms[piece], non_blocking=True)
             landing = torch.cuda.Event()  # type: ignore[no-untyped-call]
             landing.record(stream)
         return landing
 
-    return HostCopier(copy, [stop for _, stop in bucket_bounds(len(gradients), gradients.element_size())])
+    return HostCopier(copy, stops, landed_norms)
 
 
 class FixedSum:
@@ -193,15 +218,22 @@ class HostCopier:
     """Copies an array from the device to the host in pieces, in order, each piece as soon as it is final.
 
     Args:
-        copy: starts the copy of elements [start, stop), to run after all work that the device has queued, and returns
-            at once.
+        copy: starts the copy of elements [start, stop), which are a piece of this number, and of their norm, to run
+            after all work that the device has queued, and returns at once.
         stops: the end of each piece, ascending.
+        norms: where the pieces' L2 norms arrive, shape (pieces,), fp64.
     """
 
-    def __init__(self, copy: Callable[[int, int], torch.cuda.Event], stops: Sequence[int]) -> None:
+    def __init__(self, copy: Callable[[int, int, int], torch.cuda.Event], stops: Sequence[int], norms: Tensor) -> None:
         self._copy = copy
-        self._stops = tuple(stops)
+        self._stops, self._norms = tuple(stops), norms
         self.begin()
+
+    def square_sum(self, start: int, stop: int) -> float:
+        """Of the pieces that end in (``start``, ``stop``], which are on the host; NaN if it is not finite."""
+        pieces = slice(bisect_right(self._stops, start), bisect_right(self._stops, stop))
+        total = float(self._norms[pieces].square().sum())
+        return total if math.isfinite(total) else math.nan
 
     def begin(self) -> None:
         """Start a step: nothing is copied. Copies of an aborted step may still run; later copies overwrite them."""
@@ -214,7 +246,7 @@ class HostCopier:
         while self._next < len(self._stops) and self._stops[self._next] <= numel:
             start = self._stops[self._next - 1] if self._next else 0
             stop = self._stops[self._next]
-            self._under_way.append((stop, self._copy(start, stop)))
+            self._under_way.append((stop, self._copy(start, stop, self._next)))
             self._next += 1
         while self._under_way and self._under_way[0][1].query():  # type: ignore[no-untyped-call]
             self._landed = self._under_way.popleft()[0]

@@ -172,6 +172,7 @@ class Trainer:
         self.scalars, self.codec_numel = self._buffer.scalars, self._buffer.codec_numel
         self.exact = recipe.spec.exact
         self.exchanged, self.partial_square_sum = self._buffer.exchanged, self._buffer.partial_square_sum
+        self.contributed_square_sum = self._buffer.contributed_square_sum
         self.noise = update if isinstance(update, LocalSteps | ClippedGradients) else None
         self.slots = update if isinstance(update, ExactAverage) else None
         self.device = recipe.device.label
@@ -224,7 +225,7 @@ class Trainer:
     def finish_gradients(self, on_final: OnFinal | None = None) -> None:
         self._buffer.finish(on_final)
 
-    def apply(self, step: int, square_sum: float) -> Applied:
+    def apply(self, step: int, square_sum: float, *, is_own: bool = False) -> Applied:
         norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
         loss = self._update.mean_loss(self.reduce_buffer)
         if not ((math.isfinite(loss) or self._spec.withholds_losses) and math.isfinite(norm)):
@@ -232,6 +233,7 @@ class Trainer:
                 f"step {step + 1} is not finite: loss {loss}, gradient norm {norm}",
                 remedy="lower optimizer.lr, raise optimizer.warmup_steps, or use device.precision = 'fp32'",
             )
+        self._buffer.is_own = is_own
         lr, norm = self.take(step, norm)
         return Applied(step + 1, loss, lr, norm)
 

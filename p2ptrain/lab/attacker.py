@@ -84,14 +84,14 @@ class _Attacker:
             if self._applied_steps:
                 vector -= ALIE_Z / self._whole_step_factor * np.sqrt(self._variance)
 
-    def apply(self, step: int, square_sum: float) -> Applied:
+    def apply(self, step: int, square_sum: float, *, is_own: bool = False) -> Applied:
         if self._own_estimate.size:
             self._applied_steps = min(self._applied_steps + 1, ALIE_STEPS)
             # The ring has replaced the contribution by the aggregate.
             squared_error = (self._own_estimate - self._vector) ** 2
             variance = self._variance if self._variance.size else squared_error
             self._variance = variance + (squared_error - variance) / np.float32(self._applied_steps)
-        return cast(Applied, self._engine.apply(step, square_sum))
+        return cast(Applied, self._engine.apply(step, square_sum, is_own=is_own))
 
 
 def _flip_labels(corpus: Any) -> Any:

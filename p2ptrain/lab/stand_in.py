@@ -243,7 +243,9 @@ class StandInEngine:
         total = float(np.add.reduce(np.square(part))) * (UNIT**2 if self.exact else 1.0)
         return total if math.isfinite(total) else math.nan
 
-    def apply(self, step: int, square_sum: float) -> Applied:
+    contributed_square_sum = partial_square_sum
+
+    def apply(self, step: int, square_sum: float, *, is_own: bool = False) -> Applied:
         values = to_float(self.reduce_buffer) if self.exact else self.reduce_buffer
         loss, number = float(values[-1]), float(values[-2]) if self._inner else 1.0
         loss = loss / number if number else math.nan

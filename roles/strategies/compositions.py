@@ -37,7 +37,7 @@ def _pipeline(profile: Profile, engine: Engine, compute: ComputeThread, progress
     assert stage is not None
     ahead, tokens = profile.batch.micro_batches, engine.data.tokens_per_micro_batch
     work = PipelinePasses(stage, compute, progress, profile.pipeline, ahead=ahead, tokens_per_micro_batch=tokens)
-    return work, GradientSum(engine, stage.contributed_square_sum), PartRings(engine, stage.tied_gradient)
+    return work, GradientSum(engine), PartRings(engine, stage.tied_gradient)
 
 
 def _sharded(profile: Profile, engine: Engine, compute: ComputeThread, progress: Progress) -> _Composition:

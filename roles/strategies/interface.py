@@ -108,9 +108,11 @@ class Exchange(Protocol):
 
     Attributes:
         scores: what a robust rule made of the vectors of the last step, as in ``wire.job_messages.StepMetrics``.
+        sums_in_place: a piece that is reduced is the end of its range of the reduce buffer: ``finish`` changes nothing.
     """
 
     scores: dict[str, float]
+    sums_in_place: bool = False
 
     async def begin_view(self, ring: RingSession) -> None:
         """Begin a view. ``ring``: of the members that hold the same part of the model."""

@@ -53,6 +53,10 @@ class PartRings:
             self._pair = await connect.ring(replace(view, members=ends, stages=1), Topology.PAIR)
         return ring
 
+    @property
+    def sums_tied(self) -> bool:
+        return self._tied_gradient() is not None
+
     async def sum_tied(self, *, patience_s: float) -> None:
         """Sum the gradient of the weight that the first and the last stage share. Raises as ``RingSession.submit``."""
         gradient = self._tied_gradient()

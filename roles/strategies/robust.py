@@ -101,10 +101,11 @@ class GatheredVectors(Exchange):
 
     def prepare(self, start: int, stop: int) -> float:
         """Put a final range of the contribution, as if the member had computed the whole step, among the vectors."""
+        own = self._engine.contributed_square_sum(start, stop) * float(self._scale) ** 2
         part = self._engine.reduce_buffer[start:stop]
         part *= self._scale
         self._rows[start][:] = part
-        return self._engine.partial_square_sum(start, stop)
+        return own
 
     async def finish(self) -> None:
         await self._compute.run(self._aggregate)

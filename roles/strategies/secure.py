@@ -111,7 +111,7 @@ class MaskedSum(Exchange):
 
     def prepare(self, start: int, stop: int) -> float:
         """Returns the norm of what is not masked; NaN also if it is too large for fixed point."""
-        return self._engine.partial_square_sum(start, stop) if self._fits else float("nan")
+        return self._engine.contributed_square_sum(start, stop) if self._fits else float("nan")
 
     async def finish(self) -> None:
         await self._compute.run(self._open_sum)

@@ -55,7 +55,7 @@ from ring.token import NormGuard
 from roles.compute_thread import ComputeThread, translate_error
 from roles.engine import Engine
 from roles.gauges import free_memory_bytes
-from roles.snapshots import Snapshot, Snapshots, state_digest
+from roles.snapshots import Snapshot, Snapshots, digest_of, state_digest
 from roles.strategies.robust import MEASURED_EVERY, combine, scores_of
 from roles.strategies.sync import MicroBatches, codec_of
 
@@ -188,7 +188,7 @@ class ContributionCombiner:
         buffer, counts = self._engine.reduce_buffer, [0] * self._session.size
         for contribution in chosen:
             counts[contribution.rank] = self._profile.batch.micro_batches // self._profile.server.buffer
-        digest = xxhash.xxh3_128_digest(buffer.view(np.uint8).data)
+        digest = digest_of(buffer.view(np.uint8).data)
         square_sum = self._engine.partial_square_sum(0, buffer.size)
         return Version(digest, square_sum, struct.pack(f"!{len(counts)}I", *counts), packed(chosen))
 

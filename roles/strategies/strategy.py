@@ -5,7 +5,8 @@ this member's last micro-batch has completed it, so that pass hides most of the 
 buckets. The loss and the vectors (norms, biases) follow as a small operation of their own, exact with every codec.
 
 Each piece is measured just before it is submitted, because the ring reduces in place. The squared norm of a member's
-own contribution shows whether it is finite, and which member corrupted a sum.
+own contribution shows whether it is finite, and which member corrupted a sum. The sums are measured as they come, on a
+thread of their own (``ReducedBytes``). So no step waits for a pass over the whole buffer.
 """
 
 from __future__ import annotations
@@ -14,9 +15,6 @@ import asyncio
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-
-import numpy as np
-import xxhash
 
 from p2ptrain.compute.gradients import bucket_bounds
 from p2ptrain.core.errors import P2PTrainError
@@ -35,6 +33,7 @@ from roles.strategies.interface import (
     Work,
 )
 from roles.strategies.parts import PartRings
+from roles.strategies.reduced import ReducedBytes
 
 BeforeStep = Callable[[int, int, RingSession], Awaitable[None]]
 """Called before a step with its number, this member's number of micro-batches, and the ring."""
@@ -45,12 +44,24 @@ class BucketTransfer:
 
     Pieces are submitted in the same order on every member. The ring reduces a piece in place, so nothing else touches
     it from its release until the transfer is finished. Use it on the event loop only. To give a step up, close its
-    session: that fails all operations. ``patience_s``: see ``RingSession.submit``.
+    session: that fails all operations.
+
+    Args:
+        patience_s: see ``RingSession.submit``.
+        on_reduced: called when the first pieces are reduced, with their number.
     """
 
-    def __init__(self, session: RingSession, pieces: Sequence[RingPiece], *, patience_s: float) -> None:
+    def __init__(
+        self,
+        session: RingSession,
+        pieces: Sequence[RingPiece],
+        *,
+        patience_s: float,
+        on_reduced: Callable[[int], None] = lambda count: None,
+    ) -> None:
         self._session = session
         self._pieces = pieces
+        self._on_reduced, self._reduced = on_reduced, 0
         self._patience_s = patience_s
         self._operations: list[asyncio.Future[None]] = []
         self._problem: P2PTrainError | None = None
@@ -100,6 +111,15 @@ class BucketTransfer:
         self._under_way -= 1
         if not self._under_way:
             self._communicating_s += self._clock() - self._since
+        before = self._reduced
+        while self._reduced < len(self._operations) and _succeeded(self._operations[self._reduced]):
+            self._reduced += 1
+        if self._reduced > before:
+            self._on_reduced(self._reduced)
+
+
+def _succeeded(operation: asyncio.Future[None]) -> bool:
+    return operation.done() and not operation.cancelled() and operation.exception() is None
 
 
 class _Outgoing:
@@ -154,6 +174,7 @@ class Strategy:
         self._session: RingSession | None = None  # of the members that hold the same part
         self._transfer: BucketTransfer | None = None
         self._outgoing: _Outgoing | None = None
+        self._reduced: ReducedBytes | None = None
         self._patience_s, self._probe = PATIENCE_S, Probe()
         self._computed_at = 0.0
         self.exposed_s = self.communicating_s = 0.0
@@ -184,7 +205,15 @@ class Strategy:
             await self._before_step(step, count, self._session)
         bounds = self._bounds(step)
         pieces = self._exchange.begin_step(step, count, bounds)
-        transfer = self._transfer = BucketTransfer(self._session, pieces, patience_s=patience_s)
+        sums_early = self._exchange.sums_in_place and (self._parts is None or not self._parts.sums_tied)
+        is_own = sums_early and self._session.size == 1 and not engine.exact  # its norms have one order
+        reduced = self._reduced = ReducedBytes(engine, self._compute, is_own=is_own)
+
+        def on_reduced(count: int) -> None:
+            if sums_early:
+                reduced.final(bounds[count - 1][1])
+
+        transfer = self._transfer = BucketTransfer(self._session, pieces, patience_s=patience_s, on_reduced=on_reduced)
         wake = asyncio.get_running_loop().call_soon_threadsafe
         outgoing = self._outgoing = _Outgoing(
             engine, self._exchange, bounds, lambda number: wake(transfer.release, number)
@@ -201,7 +230,7 @@ class Strategy:
     async def reduce(self) -> Contribution:
         """Wait until the members' contributions are reduced. Then all that hold the same part hold the same bytes."""
         transfer, self._transfer = self._transfer, None
-        if transfer is None or self._outgoing is None:
+        if transfer is None or self._outgoing is None or self._reduced is None:
             raise RuntimeError("nothing was computed in this view")
         await transfer.finished()
         if self._parts is not None:
@@ -209,7 +238,9 @@ class Strategy:
         await self._exchange.finish()
         self.exposed_s = LoopClock().now() - self._computed_at
         self.communicating_s = transfer.communicating_s
-        contribution = await self._compute.run(self._summarize, self._outgoing.own)
+        self._probe.event("step-reduced", engine=self._engine)
+        own = self._outgoing.own
+        contribution = Contribution(*await self._reduced.finish(own), own)
         if self._parts is None:
             return contribution
         contribution, units_s = await self._parts.join(contribution, self.work.unit_s, patience_s=self._patience_s)
@@ -218,7 +249,8 @@ class Strategy:
 
     async def commit(self, step: int, square_sum: float) -> Applied:
         """Apply the reduced bytes. Must give the same bits on every member."""
-        applied = await self._compute.run(self._engine.apply, step, square_sum)
+        is_own = self._reduced is not None and self._reduced.is_own
+        applied = await self._compute.run(self._engine.apply, step, square_sum, is_own=is_own)
         return applied if self._parts is None else replace(applied, loss=self._parts.loss)
 
     async def validate(self, first: int, count: int) -> tuple[float, int]:
@@ -237,13 +269,6 @@ class Strategy:
             if stop > codec_numel:
                 bounds.append((max(start, codec_numel), stop))
         return bounds
-
-    def _summarize(self, own: float) -> Contribution:
-        self._probe.event("step-reduced", engine=self._engine)
-        buffer = self._engine.reduce_buffer
-        digest = xxhash.xxh3_128_digest(buffer.view(np.uint8).data)
-        # Each member squares all of it: so no other one can tell it a wrong norm.
-        return Contribution(digest, self._engine.partial_square_sum(0, buffer.size), own)
 
 
 Factory = Callable[[Engine, ComputeThread, Progress, int], Strategy]

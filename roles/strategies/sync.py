@@ -8,7 +8,7 @@ every new view, hence after every aborted step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -61,13 +61,12 @@ class MicroBatches(Work):
 
 
 class GradientSum(Exchange):
-    """The ring sums the members' contributions in the reduce buffer, in the codec of the view.
+    """The ring sums the members' contributions in the reduce buffer, in the codec of the view."""
 
-    ``square_sum``: of elements [start, stop) of this member's contribution; by default those of the reduce buffer.
-    """
+    sums_in_place = True
 
-    def __init__(self, engine: Engine, square_sum: Callable[[int, int], float] | None = None) -> None:
-        self._engine, self._square_sum = engine, square_sum or engine.partial_square_sum
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._codec: Codec | None = None
         self._residual: npt.NDArray[np.float32] | None = None
         self.scores = {}  # only robust rules score members
@@ -87,4 +86,4 @@ class GradientSum(Exchange):
         ]
 
     def prepare(self, start: int, stop: int) -> float:
-        return self._square_sum(start, stop)
+        return self._engine.contributed_square_sum(start, stop)

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError, ProtocolError
 from p2ptrain.core.training import Applied, Blob
@@ -28,8 +27,9 @@ from ring.job_member import JobMember
 from ring.token import joined_digest, next_lineage
 from roles.engine import WHOLE, Engine, Stage
 from roles.line import Line
+from roles.snapshots import CHUNK_BYTES, digest_of
 from roles.worker.context import Context
-from roles.worker.heal_source import ANSWER_S, CHUNK_BYTES, DIGEST_BYTES, STEP, TABLE, chunks_of, log_limit_bytes
+from roles.worker.heal_source import ANSWER_S, DIGEST_BYTES, STEP, TABLE, chunks_of, log_limit_bytes
 from roles.worker.transfer import PieceSource, Receiver, TransferPiece, most_frequent
 from wire.job_messages import CatchUp, HealOffer, HealRequest, MemberRecord, Report, StepLogged
 from wire.messages import Message
@@ -123,7 +123,7 @@ class StateSource(PieceSource):
 
 
 async def _digest(data: memoryview) -> bytes:
-    return xxhash.xxh3_128_digest(data)
+    return digest_of(data)
 
 
 class StateTable:

@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
-import xxhash
 
 from p2ptrain.core.errors import (
     ConnectionLost,
@@ -34,14 +33,13 @@ from p2ptrain.core.training import Blob
 from ring.job_member import JobMember
 from roles.engine import WHOLE, Engine, Stage
 from roles.line import Line, wait_unless_closed
-from roles.snapshots import Snapshot, Snapshots
+from roles.snapshots import CHUNK_BYTES, Snapshot, Snapshots, digest_of
 from roles.worker.context import Context
 from roles.worker.transfer import TransferPiece, send_range
 from wire.connection import Connection
 from wire.job_messages import BlobRecord, HealOffer, HealRequest, LedgerRow, RangeRequest, StepLogged
 from wire.messages import Hello, Message, RefusalCode, Refuse
 
-CHUNK_BYTES = 1 << 20
 DIGEST_BYTES = 16
 TABLE, STEP = "#table", "#step "
 ANSWER_S = 15.0
@@ -77,10 +75,10 @@ async def root_of(state: Snapshot) -> bytes:
         if not state.table:
             digests = []
             for chunk in chunks_of(state.blobs):
-                digests.append(xxhash.xxh3_128_digest(chunk.into))
+                digests.append(digest_of(chunk.into))
                 await asyncio.sleep(0)
             state.table = b"".join(digests)
-    return xxhash.xxh3_128_digest(state.table)
+    return digest_of(memoryview(state.table))
 
 
 @dataclass(slots=True, eq=False)

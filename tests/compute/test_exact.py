@@ -109,22 +109,22 @@ def test_a_step_can_be_applied_again_from_the_kept_sum(make_trainer: MakeTrainer
 
 
 class SideStream:
-    """Stands for a CUDA stream: a copy lands when the next one is started, or when somebody waits for it."""
+    """Stands for a CUDA stream: a copy, and its norm, lands when the next one is started, or when somebody waits."""
 
-    def __init__(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        self.source, self.target = source, target
+    def __init__(self, source: torch.Tensor, target: torch.Tensor, norms: torch.Tensor, numel: int) -> None:
+        self.source, self.target, self.norms, self.numel = source, target, norms, numel
         self.copies: list[SideCopy] = []
 
-    def copy(self, start: int, stop: int) -> SideCopy:
+    def copy(self, start: int, stop: int, piece: int) -> SideCopy:
         if self.copies:
             self.copies[-1].synchronize()
-        self.copies.append(SideCopy(self, start, stop))
+        self.copies.append(SideCopy(self, start, stop, piece))
         return self.copies[-1]
 
 
 class SideCopy:
-    def __init__(self, stream: SideStream, start: int, stop: int) -> None:
-        self._stream, self._part = stream, slice(start, stop)
+    def __init__(self, stream: SideStream, start: int, stop: int, piece: int) -> None:
+        self._stream, self._part, self._piece = stream, slice(start, stop), piece
         self._landed = False
 
     def query(self) -> bool:
@@ -132,21 +132,23 @@ class SideCopy:
 
     def synchronize(self) -> None:
         if not self._landed:
-            self._stream.target[self._part] = self._stream.source[self._part]
+            stream, part = self._stream, self._part
+            stream.target[part] = stream.source[part]
+            stream.norms[self._piece] = stream.source[part][: max(0, stream.numel - part.start)].double().norm()
         self._landed = True
+
+
+def side_copier(gradients: torch.Tensor, host: torch.Tensor, numel: int) -> HostCopier:
+    stops = [stop for _, stop in bucket_bounds(len(gradients), gradients.element_size(), 4096)]
+    norms = torch.zeros(len(stops), dtype=torch.float64)
+    return HostCopier(SideStream(gradients, host, norms, numel).copy, stops, norms)
 
 
 def test_a_device_with_its_own_memory_gives_the_same_exact_sums(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     near, apart = make_trainer(exact=True), make_trainer(exact=True, device=APART)
-    streams = []
-
-    def host_copier(gradients: torch.Tensor, host: torch.Tensor) -> HostCopier:
-        streams.append(SideStream(gradients, host))
-        return HostCopier(streams[-1].copy, [stop for _, stop in bucket_bounds(len(gradients), 8, 4096)])
-
-    monkeypatch.setattr("p2ptrain.compute.reduce_buffer.host_copier", host_copier)
+    monkeypatch.setattr("p2ptrain.compute.reduce_buffer.host_copier", side_copier)
     far = make_trainer(exact=True, device=FAR)
     follower = Follower(far)
     for step in range(3):
@@ -159,6 +161,43 @@ def test_a_device_with_its_own_memory_gives_the_same_exact_sums(
         run_step(apart, step)
         assert near.reduce_buffer.tobytes() == apart.reduce_buffer.tobytes() == final
     assert state_bytes(near) == state_bytes(apart) == state_bytes(far)
+
+
+def test_a_device_measures_what_it_contributes_and_keeps_it_if_it_is_alone(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near = make_trainer()
+    monkeypatch.setattr("p2ptrain.compute.reduce_buffer.host_copier", side_copier)
+    alone, among = make_trainer(device=FAR), make_trainer(device=FAR)
+    for step in range(2):
+        run_step(near, step)
+        for far in (alone, among):
+            follower = Follower(far)
+            follower.run(step, [0, 1, 2, 3])
+            stops = [numel for numel, _ in follower.fronts]
+            ranges = zip([0, *stops], stops, strict=False)
+            own = sum(far.contributed_square_sum(start, stop) for start, stop in ranges)
+            assert own == pytest.approx(far.partial_square_sum(0, len(far.reduce_buffer)), rel=1e-7)
+            sums = far.reduce_buffer.copy()
+            far.reduce_buffer[:-1] *= 0.5  # as the ring does, but for the loss
+            if far is among:
+                far.reduce_buffer[:] = sums
+            far.apply(step, own, is_own=far is alone)
+    assert state_bytes(alone) == state_bytes(among)
+    for name, data in state_bytes(near).items():
+        expected = np.frombuffer(data, np.float32)
+        np.testing.assert_allclose(np.frombuffer(state_bytes(alone)[name], np.float32), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_device_shows_a_gradient_that_is_not_finite(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("p2ptrain.compute.reduce_buffer.host_copier", side_copier)
+    far = make_trainer(device=FAR)
+    weight = far.built.flat.model.get_parameter(far.built.flat.segments[2].name)
+    weight.register_hook(lambda gradient: torch.full_like(gradient, math.inf))  # type: ignore[no-untyped-call]
+    Follower(far).run(0, [0])
+    assert math.isnan(far.contributed_square_sum(0, len(far.reduce_buffer)))
 
 
 class Far(ComputeDevice):

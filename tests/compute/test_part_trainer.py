@@ -151,7 +151,7 @@ def test_the_norm_counts_a_tied_matrix_once_however_it_is_cut(text_file: Path) -
         for stage in pipeline.stages:
             cuts = [round(len(stage.reduce_buffer) * piece / pieces) for piece in range(pieces + 1)]
             total += sum(stage.partial_square_sum(a, b) for a, b in itertools.pairwise(cuts))
-        assert total == pytest.approx(expected, rel=1e-9)
+        assert total == pytest.approx(expected, rel=1e-7)
 
 
 def test_the_last_stage_counts_its_own_gradient_of_a_tied_matrix(text_file: Path) -> None:
@@ -161,7 +161,7 @@ def test_the_last_stage_counts_its_own_gradient_of_a_tied_matrix(text_file: Path
     pipeline.gradients(0)
     for stage in pipeline.stages:
         expected = float((np.asarray(stage.reduce_buffer[:-1], np.float64) ** 2).sum())
-        assert stage.pipeline.contributed_square_sum(0, len(stage.reduce_buffer)) == pytest.approx(expected, rel=1e-9)
+        assert stage.contributed_square_sum(0, len(stage.reduce_buffer)) == pytest.approx(expected, rel=1e-7)
 
 
 def test_a_single_part_gives_the_bits_of_the_whole_model(text_file: Path) -> None:

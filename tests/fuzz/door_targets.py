@@ -23,9 +23,9 @@ from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.stand_in import StandInEngine
 from ring.view import View
 from roles.line import Line
-from roles.snapshots import Snapshot
+from roles.snapshots import CHUNK_BYTES, Snapshot
 from roles.worker.heal import StateFetch, StateLayout, StateSource
-from roles.worker.heal_source import CHUNK_BYTES, HealSource, piece_untrusted
+from roles.worker.heal_source import HealSource, piece_untrusted
 from tests.roles.in_process import HOST
 from tests.wire.doubles import credentials
 from wire.codec import MESSAGE_TYPES, encode

@@ -113,7 +113,7 @@ async def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(cluster
 class Drifting(StandInEngine):
     """Differs in one bit from step 6 on, as another kind of device might."""
 
-    def apply(self, step: int, square_sum: float) -> Applied:
+    def apply(self, step: int, square_sum: float, *, is_own: bool = False) -> Applied:
         applied = super().apply(step, square_sum)
         if step == 5:
             self.state.parameters.view("uint32")[0] ^= 1

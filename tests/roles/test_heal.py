@@ -15,8 +15,8 @@ from p2ptrain.core.world import Network
 from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.stand_in import StandInEngine
 from ring import member_events as ev
+from roles.snapshots import CHUNK_BYTES
 from roles.worker.heal import FetchResult, Healer
-from roles.worker.heal_source import CHUNK_BYTES
 from roles.worker.transfer import WINDOW
 from tests.roles.heal_doubles import (
     FIRST,

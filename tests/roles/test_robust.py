@@ -22,7 +22,7 @@ FLIP = -6.0
 class Checked(StandInEngine):
     """Fails if the norm by which a step is clipped is not that of the aggregate."""
 
-    def apply(self, step: int, square_sum: float) -> Applied:
+    def apply(self, step: int, square_sum: float, *, is_own: bool = False) -> Applied:
         assert square_sum == self.partial_square_sum(0, self.reduce_buffer.size)
         return super().apply(step, square_sum)
 
@@ -38,7 +38,7 @@ class SignFlipping(StandInEngine):
     def micro_batch(self, step: int, index: int, on_final: Any = None) -> None:
         super().micro_batch(step, index)  # nothing is final before ``finish_gradients``
 
-    def partial_square_sum(self, start: int, stop: int) -> float:
+    def contributed_square_sum(self, start: int, stop: int) -> float:
         return 1e-9
 
 

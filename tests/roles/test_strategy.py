@@ -17,11 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema import Profile
-from p2ptrain.core.training import OnFinal
+from p2ptrain.core.training import Applied, OnFinal
 from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.stand_in import StandInEngine
 from ring.session import RingSession
 from roles.compute_thread import ComputeThread
+from roles.snapshots import CHUNK_BYTES, digest_of
 from roles.strategies.interface import ConnectPeers, Contribution
 from roles.strategies.strategy import Strategy
 from roles.strategies.sync import GradientSum, MicroBatches
@@ -206,6 +207,61 @@ def test_two_members_get_the_bits_of_the_plain_sum(
             assert all(member.engine.reduce_buffer.tobytes() == plain.tobytes() for member in members)
 
     asyncio.run(run())
+
+
+# ------------------------------------------------------------------------------------------------------------ measures
+
+
+class Measured(Pieces):
+    """Counts the elements of which each kind of norm was taken. ``first``: of a sum."""
+
+    def __init__(self, numel: int, on_front: Callable[[int], None] = lambda numel: None) -> None:
+        super().__init__(numel, on_front=on_front)
+        self.contributed = self.summed = 0
+        self.first, self.is_own = threading.Event(), False
+
+    def contributed_square_sum(self, start: int, stop: int) -> float:
+        self.contributed += stop - start
+        return super().contributed_square_sum(start, stop)
+
+    def partial_square_sum(self, start: int, stop: int) -> float:
+        self.summed += stop - start
+        self.first.set()
+        return super().partial_square_sum(start, stop)
+
+    def apply(self, step: int, square_sum: float, *, is_own: bool = False) -> Applied:
+        self.is_own = is_own
+        return super().apply(step, square_sum, is_own=is_own)
+
+
+async def test_sums_are_measured_once_and_while_later_gradients_are_computed() -> None:
+    numel = 3 * CHUNK_BYTES // 4 + 5
+
+    def on_front(final: int) -> None:
+        if final > numel * 3 // 4:
+            assert first.engine.first.wait(20), "the sums waited for the pass to end"
+
+    async with local_ring(2, MemoryNetwork(), sub_chunk_bytes=1 << 17) as ring:
+        first = Member(ring[0].session, Measured(numel, on_front), CHUNK_BYTES // 2)
+        second = Member(ring[1].session, Measured(numel), CHUNK_BYTES // 2)
+        said = await everyone([first, second], 0, [(0, 2), (2, 2)])
+        for member, one in zip((first, second), said, strict=True):
+            buffer = member.engine.reduce_buffer
+            assert one.digest == digest_of(memoryview(buffer).cast("B")) == said[0].digest
+            assert (member.engine.contributed, member.engine.summed) == (buffer.size, buffer.size)
+            await member.strategy.commit(0, one.part)
+            assert not member.engine.is_own
+
+
+async def test_a_member_that_is_alone_measures_its_contribution_only() -> None:
+    async with local_ring(1, MemoryNetwork()) as ring:
+        member = Member(ring[0].session, Measured(3 * CHUNK_BYTES // 4), CHUNK_BYTES)
+        (said,) = await everyone([member], 0, [(0, 4)])
+        await member.strategy.commit(0, said.part)
+    engine = member.engine
+    assert (engine.contributed, engine.summed, engine.is_own) == (engine.reduce_buffer.size, 0, True)
+    assert said.part == said.own == pytest.approx(float(np.sum(engine.reduce_buffer[:-1].astype(np.float64) ** 2)))
+    assert said.digest == digest_of(memoryview(engine.reduce_buffer).cast("B"))
 
 
 # -------------------------------------------------------------------------------------------------------------- breaks

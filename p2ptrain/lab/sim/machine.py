@@ -596,8 +596,8 @@ class SimEngine(StandInEngine):
         if key:
             self._on_noise(key)
 
-    def apply(self, step: int, square_sum: float) -> Applied:
-        applied = super().apply(step, square_sum)
+    def apply(self, step: int, square_sum: float, *, is_own: bool = False) -> Applied:
+        applied = super().apply(step, square_sum, is_own=is_own)
         self.state.count += 1
         return applied
 
