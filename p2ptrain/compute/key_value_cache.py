@@ -117,6 +117,15 @@ class KeyValueCache(DynamicCache):
     def nbytes(self) -> int:
         return sum(layer.room.keys.nbytes + layer.room.values.nbytes for layer in self._own)
 
+    def memory(self, positions: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of each layer's first ``positions`` positions, also of those that are not written yet."""
+        return [layer.room.read(0, positions) for layer in self._own]
+
+    def advance(self, length: int) -> None:
+        """Let all layers have the first ``length`` positions, which were written into ``memory``."""
+        for layer in self._own:
+            layer.cut(length)
+
     def cut(self, keep: int) -> None:
         """Keep the first ``keep`` positions, or as many as all layers have: after a failed pass some may have more."""
         keep = min(keep, *(layer.get_seq_length() for layer in self._own))

@@ -25,6 +25,7 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 
 from p2ptrain.compute.activations import DTYPES, bytes_of, decode_untrusted, encode, ids_untrusted
 from p2ptrain.compute.adapter import MergedTable
+from p2ptrain.compute.captured import Capture, CudaCapture, PassRunner, SessionSteps
 from p2ptrain.compute.device import ComputeDevice, check_memory, pick_device, translate_out_of_memory
 from p2ptrain.compute.key_value_cache import KeyValueCache
 from p2ptrain.compute.layout import LayerRange, NotSplit, layer_sizes, split_refusal
@@ -199,6 +200,7 @@ class _Session:
     picker: Picker | None
     ids: Tensor
     passed_switches: int = 0
+    steps: SessionSteps = field(default_factory=dict)
 
 
 class ServedPart:
@@ -217,6 +219,15 @@ class ServedPart:
         self._dtype, self._compute_device = dtype, device
         self._model: Any = model
         self._sessions: dict[str, _Session] = {}
+        self._runner: PassRunner | None = None
+        if device.kind == "cuda":
+            self.capture_steps(CudaCapture(device.torch_device))
+
+    def capture_steps(self, capture: Capture) -> None:
+        """Replay decoding steps from now on, if the model is declared to support static caches."""
+        model = self._model
+        if isinstance(model, PartModel) and model.module._can_compile_fullgraph and not model.switches:
+            self._runner = PassRunner(model, capture)
 
     @property
     def cache_bytes(self) -> int:
@@ -275,6 +286,8 @@ class ServedPart:
         """Logits of the last ``rows`` positions, or hidden states of all of ``x``, which follow the first ``keep``.
         Where the number of positions passes a switch, they are computed again from the first one, so that a row depends
         on the ids alone, however they came."""
+        if self._runner is not None and isinstance(state.cache, KeyValueCache):
+            return self._runner.forward(x, keep, state.cache, state.steps, rows=rows)
         cache, switches = state.cache, self._model.switches
         stop = keep + len(x)
         if switches:

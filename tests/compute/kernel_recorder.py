@@ -1,0 +1,69 @@
+"""A stand-in for CUDA graphs on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+_READING = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select", "bincount"}
+"""Operations that return a value, or a tensor whose size depends on values. A step runs in inference mode, where torch
+shows some of them before it takes them apart."""
+
+
+class KernelRecorder:
+    """Records the operations of a step and repeats them, without the step's Python code. As on a GPU, a step that reads
+    a value of a tensor cannot be captured, and each result is in the same memory.
+
+    Attributes:
+        captures: number of steps captured; replays: of their repetitions.
+    """
+
+    def __init__(self) -> None:
+        self.captures = self.replays = 0
+
+    def __call__(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        mode = _Recording()
+        with patch("torch.cuda.is_current_stream_capturing", lambda: True), mode:
+            out = step()
+        self.captures += 1
+
+        def replay() -> Tensor:
+            self.replays += 1
+            made: dict[int, Tensor] = {}
+
+            def current(tensor: Tensor) -> Tensor:
+                return made.get(id(tensor), tensor)
+
+            for operation, args, kwargs, result in mode.calls:
+                again = operation(*tree_map_only(Tensor, current, args), **tree_map_only(Tensor, current, kwargs))
+                for old, new in zip(_tensors(result), _tensors(again), strict=True):
+                    made[id(old)] = new
+            return out.copy_(current(out))
+
+        return replay
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    found = result if isinstance(result, tuple | list) else [result]
+    return [tensor for tensor in found if isinstance(tensor, Tensor)]
+
+
+class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []  # with their results, which keeps ids of tensors unique
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        indices = args[1] if func is torch.ops.aten.index.Tensor else []
+        is_mask = any(index is not None and index.dtype == torch.bool for index in indices)
+        if func.overloadpacket.__name__ in _READING or is_mask:
+            raise RuntimeError(f"{func} waits for the device, which a capture cannot")
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, result))
+        return result
