@@ -120,7 +120,7 @@ class Lora(Table):
     targets: list[NamePattern] = Field(default=["all-linear"], min_length=1, max_length=32)
     """Names of the linear layers that get adapters, such as ["q_proj", "v_proj"]; 'all-linear': all but the output."""
     base: Literal["fp32", "bf16", "nf4"] = "fp32"
-    """How the model's linear layers are held in memory: fp32, bf16 (needs device.precision = 'bf16') or nf4 (4 bits;
+    """How the model's linear layers are held in memory: fp32, bf16 (device.precision must be bf16, too) or nf4 (4 bits;
     needs the package bitsandbytes)."""
 
 
@@ -390,8 +390,11 @@ class Device(Table):
     """auto, cpu, cuda, cuda:1, ... or mps."""
     threads: int = Field(default=0, ge=0, le=1024)
     """CPU threads of a worker; 0: the cores, shared by the workers of a machine."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic of the forward and backward pass: fp32 or bf16."""
+    precision: Literal["fp32", "tf32", "bf16", "bf16-weights"] = "fp32"
+    """Arithmetic of the forward and backward pass: fp32; tf32 (on CUDA matrix products have 11 significant bits;
+    elsewhere the same as fp32); bf16 (mixed: matrix products in bf16, for which each pass rounds the weights); or
+    bf16-weights (all of it in bf16, with a copy of the weights that is rounded once after each step; with strategy
+    'sharded' the same as bf16). The weights that train, their gradients and moments stay in fp32."""
     gradient_checkpointing: bool = False
     """Compute the hidden states of each layer again in the backward pass, rather than keep them. A part of a split
     model has pipeline.recompute instead."""
@@ -665,6 +668,10 @@ _VALUE_NEEDS: dict[tuple[str, str], tuple[tuple[str, tuple[Any, ...], str], ...]
         ("privacy.epsilon", (0.0,), "it is counted for sequences, and a pair has two"),
         ("data.limit_bytes", (0,), "pairs are read whole"),
     ),
+    ("device.precision", "bf16-weights"): (
+        ("job.strategy", ("sync", "pipeline", "sharded", "local", "server"), "rounds save, or change, frozen weights"),
+        ("model.freeze", ([],), "frozen weights are rounded in memory, and would be saved so"),
+    ),
     ("optimizer.name", "muon"): (
         ("job.strategy", _NOT_SHARDED, "Muon needs whole matrices, and a shard has rows of them"),
     ),
@@ -803,7 +810,7 @@ def _check_lora(profile: Profile) -> None:
         if profile.ring.codec not in ("fp32", "bf16", "fp16"):
             why = "exact averages allow no codec that adds its error to the next round"
             raise _conflict(profile, "ring.codec", "federated.average", why=why, remedy=f"ring.codec = 'bf16', {other}")
-    if lora.base == "bf16" and profile.device.precision != "bf16":
+    if lora.base == "bf16" and not profile.device.precision.startswith("bf16"):
         why, remedy = "fp32 arithmetic needs weights in fp32", "device.precision = 'bf16', or lora.base = 'fp32'"
         raise _conflict(profile, "lora.base", "device.precision", why=why, remedy=remedy)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from configs.schema import Profile
 from p2ptrain.core.errors import ProtocolError
-from p2ptrain.core.footprint import BASE_COPIES
+from p2ptrain.core.footprint import held_copies
 from ring.planning.workloads import ModelShape, TrainingWorkload
 
 
@@ -41,6 +41,7 @@ def of_profile(profile: Profile, known: ModelShape, cuts: Sequence[int] = ()) ->
         cuts=tuple(cuts or split.cuts),
         # A layer of n weights, about square, has adapters of 2 rank n / width.
         trained=min(1.0, 2 * profile.lora.rank / known.width) if profile.lora.rank else 1.0,
-        held=BASE_COPIES[profile.lora.base] if profile.lora.rank else 0.0,
+        held=held_copies(profile.lora.base, profile.device.precision) if profile.lora.rank else 0.0,
         optimizer=profile.optimizer_name,
+        precision=profile.device.precision,
     )

@@ -140,6 +140,22 @@ def constant_arithmetic(threads: int) -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = filling  # type: ignore[attr-defined]
 
 
+@contextmanager
+def matrix_products(precision: str) -> Iterator[None]:
+    """Make matrix products of fp32 inside the block as ``device.precision`` says: with "tf32" CUDA makes them in TF32,
+    which has 11 significant bits."""
+    if precision != "tf32":
+        yield
+        return
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
 SMALLER = "lower batch.micro_batch_sequences and raise batch.micro_batches, or choose a smaller [model]"
 """A remedy for training that does not fit into memory."""
 

@@ -11,6 +11,8 @@ So the ring reduces one array, healing copies three, and the optimizer makes two
 Both sections hold the parameters in reverse order of their registration in the model. This is roughly the order in
 which a backward pass produces their gradients: output and last layer first, embedding last. So the front of the array
 is final early, and the ring can reduce it while backward computes the rest.
+
+With ``device.precision = "bf16-weights"`` a third array has the parameters in bf16, and the model computes with these.
 """
 
 from __future__ import annotations
@@ -51,6 +53,10 @@ class FlatModel:
     """``model`` on ``device``, with parameters and gradients as views of flat fp32 arrays. Tied parameters appear once,
     those that require no gradient not at all.
 
+    Args:
+        dtype: of the weights that the model computes with. In bf16 those that train are views of a rounded copy of
+            ``parameters``, which ``compute_with`` renews. The others are rounded for good.
+
     Attributes:
         parameters: shape (numel,).
         gradients: shape (numel + 2,); the last elements are a share of targets and the sum of losses.
@@ -59,19 +65,25 @@ class FlatModel:
         layout: SHA-256 over names, offsets and shapes. Flat arrays of equal layout are interchangeable.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         named = trained_parameters(model)
         shapes = {name: tuple(parameter.shape) for name, parameter in reversed(named.items())}
         self._allocate(shapes, shapes, device)
+        self._rounded = None if dtype == torch.float32 else torch.empty_like(self.parameters, dtype=dtype)
+        in_use = self.parameters if self._rounded is None else self._rounded
         for segment in self.segments:
             parameter = named[segment.name]
-            view = self._view(self.parameters, segment)
-            view.copy_(parameter.detach())
-            parameter.data = view
+            self._view(self.parameters, segment).copy_(parameter.detach())
+            parameter.data = self._view(in_use, segment)
+            parameter.grad_dtype = torch.float32
             parameter.grad = self._view(self.gradients, segment)
+        for parameter in model.parameters():
+            if self._rounded is not None and parameter.is_floating_point() and not parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
         model.to(device)  # moves buffers, such as rotary frequencies, and what is frozen
         self.model = model
         self._named, self._in_use = named, self.parameters
+        self.compute_with(self.parameters)
 
     def _allocate(
         self, shapes: dict[str, tuple[int, ...]], whole: dict[str, tuple[int, ...]], device: torch.device
@@ -90,8 +102,11 @@ class FlatModel:
         return float(flat.norm())
 
     def compute_with(self, parameters: Tensor) -> None:
-        """Let the model compute with ``parameters`` (numel,) instead of those of the attribute of that name."""
-        if parameters is not self._in_use:
+        """Let the model compute with ``parameters`` (numel,), which may be others than those of the attribute of that
+        name. Call it after each change of them, too: the model may compute with a rounded copy."""
+        if self._rounded is not None:
+            self._rounded.copy_(parameters)
+        elif parameters is not self._in_use:
             self._in_use = parameters
             for segment in self.segments:
                 self._named[segment.name].data = self._view(parameters, segment)

@@ -121,6 +121,7 @@ class LocalSteps:
         else:  # the guard refuses the step, because its contribution is not finite either
             self._own.fill_(math.nan)
             self._counts.is_copy_void = True
+        self._flat.compute_with(self._own)
         gradients.zero_()
         self._targets += targets
         self._counts.count(micro_batches)
@@ -187,7 +188,6 @@ class LocalSteps:
         """Go on from the shared parameters, which have changed in ``part``."""
         if self._counts.take_up(step):
             self._own[part].lerp_(self._flat.parameters[part], 1 - self._counts.kept)
-        self._flat.compute_with(self._flat.parameters)
 
     def reset(self) -> None:
         for array in self.shared.values():
@@ -196,7 +196,6 @@ class LocalSteps:
     def on_state_replaced(self) -> None:
         self._counts.is_copy_void = True
         self._reset_moments()
-        self._flat.compute_with(self._flat.parameters)
 
     def _reset_moments(self) -> None:
         self._moments_steps = 0

@@ -45,7 +45,8 @@ from p2ptrain.compute.update import StepUpdate
 from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.training import OnFinal
 
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
+PRECISIONS = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "bf16-weights": torch.bfloat16}
+"""The dtype of matrix products, by ``device.precision``; None: that of the weights, fp32."""
 Payload = npt.NDArray[np.uint8]
 """Encoded activations or gradients of one micro-batch: shape (bytes,), contiguous, on the host."""
 
@@ -295,9 +296,9 @@ class Passes:
         built, positions = self._built, batch.positions
         apart = self._attention.arguments(positions, batch.bounds, batch.longest)
         # FSDP2 casts the parameters itself.
-        dtype = PRECISIONS[self._recipe.spec.precision] if self._recipe.shard is None else None
+        is_mixed = self._recipe.spec.precision == "bf16" and self._recipe.shard is None
         device = self._recipe.device.torch_device
-        with nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype):
+        with torch.autocast(device.type, dtype=torch.bfloat16) if is_mixed else nullcontext():
             if built.stage is not None:
                 return built.stage.forward(x, self._positions if positions is None else positions, **apart)
             placed = apart if positions is None else {"position_ids": positions, **apart}
@@ -320,7 +321,8 @@ class Passes:
 
     def _decode(self, payload: Payload, encoding: str) -> Tensor:
         spec = self._recipe.spec
-        hidden = decode_untrusted(payload.data, encoding, spec.micro_batch_tokens, self._recipe.config.hidden_size)
+        width, dtype = self._recipe.config.hidden_size, spec.weights_dtype
+        hidden = decode_untrusted(payload.data, encoding, spec.micro_batch_tokens, width, dtype)
         shaped = hidden.view(spec.micro_batch_sequences, spec.data.sequence_tokens, -1)
         return shaped.to(self._recipe.device.torch_device)
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from p2ptrain.compute.data import PREFERENCE, Corpus, DataSpec
-from p2ptrain.compute.device import ComputeDevice, constant_arithmetic, flushed_denormals
+from p2ptrain.compute.device import ComputeDevice, constant_arithmetic, flushed_denormals, matrix_products
 from p2ptrain.compute.flat import FlatModel, OptimizerSpec, Segment, trained_parameters
 from p2ptrain.compute.fsdp import ShardedModel, ShardSpec, assemble_rows, check_shard_memory
 from p2ptrain.compute.layout import LayerRange
@@ -80,6 +81,11 @@ class TrainingSpec:
         return self.micro_batch_sequences * self.data.sequence_tokens * (2 if self.is_preference else 1)
 
     @property
+    def weights_dtype(self) -> torch.dtype:
+        """Of the weights that a model computes with, and of what enters a stage."""
+        return torch.bfloat16 if self.precision == "bf16-weights" else torch.float32
+
+    @property
     def withholds_losses(self) -> bool:
         """Whether contributions are clipped: then losses would tell about the text."""
         return self.clip_norm > 0 or (self.local is not None and self.local.clip_norm > 0)
@@ -137,7 +143,7 @@ class ModelRecipe:
         self.part: LayerRange = self.stage.check(self.config.num_hidden_layers)
         if not self.stage.is_whole:
             check_splits(self.config)
-        self.tuning = Tuning(self.config, spec.tuning, spec.seed, self.base, bf16=spec.precision == "bf16")
+        self.tuning = Tuning(self.config, spec.tuning, spec.seed, self.base, precision=spec.precision)
         self.in_flight = self._check_memory()
 
     def _check_memory(self) -> int:
@@ -160,6 +166,7 @@ class ModelRecipe:
             trained=self.tuning.trained * factor,
             held=self.tuning.held,
             moments=moments,
+            precision=spec.precision,
             layers_kept=kept,
         )
 
@@ -184,9 +191,10 @@ class ModelRecipe:
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
-        """Compute inside the block: denormals are flushed, and in exact mode the arithmetic is constant."""
+        """Compute inside the block: denormals are flushed, in exact mode the arithmetic is constant, and with precision
+        ``tf32`` products of fp32 are made in TF32."""
         constant = constant_arithmetic(self.device.threads or 1) if self.spec.exact else nullcontext()
-        with flushed_denormals(), constant:
+        with flushed_denormals(), constant, matrix_products(self.spec.precision):
             yield
 
     # ------------------------------------------------------------------------------------------------------ building
@@ -199,10 +207,10 @@ class ModelRecipe:
                 assembly = assemble_rows(self.config, self.shard, self.base, self.spec.seed)
                 module = assembly.build_module()
                 self._checkpoint_activations(module)
-                bf16, device = self.spec.precision == "bf16", self.device.torch_device
+                bf16, device = self.spec.precision.startswith("bf16"), self.device.torch_device
                 return BuiltPart(ShardedModel(assembly, module, self.shard, device, bf16=bf16), None, None)
             module, stage = self._build_module()
-            flat = FlatModel(module, self.device.torch_device)
+            flat = FlatModel(module, self.device.torch_device, self.spec.weights_dtype)
         name = stage.tied_name if stage is not None else ""
         return BuiltPart(flat, stage, next((segment for segment in flat.segments if segment.name == name), None))
 

@@ -22,7 +22,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GenerationConfig as _GenerationConfig
 
-from p2ptrain.compute.device import ComputeDevice, check_memory, compute_flops, flushed_denormals, pick_device
+from p2ptrain.compute.device import (
+    ComputeDevice,
+    check_memory,
+    compute_flops,
+    flushed_denormals,
+    matrix_products,
+    pick_device,
+)
 from p2ptrain.compute.gloo import GlooGroup, line_of
 from p2ptrain.compute.model import ModelSpec, flops_per_token, load_model, model_config, parameter_count
 from p2ptrain.compute.passes import PRECISIONS, DeviceBatch, MicroBatchReader
@@ -86,7 +93,7 @@ class TorchTrainer:
         if not count:
             raise JobFailed("DistributedDataParallel needs a micro-batch for every member")
         try:
-            with flushed_denormals():
+            with flushed_denormals(), matrix_products(self._spec.precision):
                 self._step(step, first, count)
         except RuntimeError as error:
             text = f"the step of torch failed: {line_of(error)}"
@@ -146,12 +153,14 @@ def describe(spec: TrainingSpec, device: ComputeDevice) -> dict[str, Any]:
     _, config = tokenizer_and_config(spec.model)
     rows = 0 if device.kind == "cpu" else 8192  # on a GPU such a product takes far longer than its launch
     dtype = PRECISIONS[spec.precision] or torch.float32
+    with matrix_products(spec.precision):
+        peak_flops = compute_flops(str(device.torch_device), device.threads, dtype=dtype, rows=rows)
     return {
         "device": device.label,
         "torch": torch.__version__,
         "parameters": parameter_count(config),
         "flops_per_token": flops_per_token(config, spec.data.sequence_tokens) if spec.tuning == ALL_OF_IT else 0,
-        "peak_flops": compute_flops(str(device.torch_device), device.threads, dtype=dtype, rows=rows),
+        "peak_flops": peak_flops,
     }
 
 

@@ -170,6 +170,7 @@ def fit_training(
     trained: float = 1.0,
     held: float = 0.0,
     moments: float = MOMENTS,
+    precision: str = "fp32",
     layers_kept: bool = True,
 ) -> int:
     """Refuse a part, or a whole model, whose training does not fit into memory. Call before anything is allocated.
@@ -178,7 +179,7 @@ def fit_training(
     Args:
         most: micro-batches that the schedule can use at a time.
         exact: count an int64 reduce buffer beside the gradients, and its copy on the host.
-        trained, held, moments: see ``core.footprint.copies``.
+        trained, held, moments, precision: see ``core.footprint.copies``.
         layers_kept: see ``kept_bytes``.
 
     Returns:
@@ -194,7 +195,7 @@ def fit_training(
         weights_bytes = 4 * parameter_count(config)
     else:
         weights_bytes = layer_sizes(config).weights_bytes(part.start, part.stop)
-    factor = copies(on_host=device.kind == "cpu", trained=trained, held=held, moments=moments)
+    factor = copies(on_host=device.kind == "cpu", trained=trained, held=held, moments=moments, precision=precision)
     copies_bytes = int(factor * weights_bytes)
     kept = kept_bytes(config, tokens, part, layers_kept=layers_kept)
     inputs = 0 if part.first else activation_bytes(spec.activations, tokens, config.hidden_size)

@@ -122,6 +122,7 @@ class TrainingState:
 
     def changed(self) -> None:
         self._is_initial, self._mirrors = False, []
+        self._built.flat.compute_with(self._built.flat.parameters)
 
     def _forget_derived(self) -> None:
         self._update.on_state_replaced()

@@ -36,7 +36,7 @@ from p2ptrain.compute.activations import bytes_of
 from p2ptrain.compute.flat import trained_parameters
 from p2ptrain.compute.model import DRAWING, outline, seed_of
 from p2ptrain.core.errors import ConfigError, UserError
-from p2ptrain.core.footprint import BASE_COPIES
+from p2ptrain.core.footprint import held_copies
 from p2ptrain.core.texts import install_command
 
 ALL_LINEAR = "all-linear"
@@ -61,7 +61,7 @@ class Tuning:
     Args:
         config: configuration of the whole model.
         base: directory of the base model, for the adapter's configuration.
-        bf16: whether the forward pass computes in bf16.
+        precision: ``device.precision``.
 
     Attributes:
         adapters: name of each trained parameter in the prepared module → its name in peft's files; empty without LoRA.
@@ -73,8 +73,11 @@ class Tuning:
         ConfigError: a name or pattern fits nothing, or nothing is left to train; see also ``outline``.
     """
 
-    def __init__(self, config: PretrainedConfig, spec: TuningSpec, seed: int, base: Path | None, *, bf16: bool) -> None:
-        self._spec, self._seed, self._base, self._bf16 = spec, seed, base, bf16
+    def __init__(
+        self, config: PretrainedConfig, spec: TuningSpec, seed: int, base: Path | None, *, precision: str
+    ) -> None:
+        self._spec, self._seed, self._base = spec, seed, base
+        self._dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
         self.adapters: dict[str, str] = {}
         self.frozen_digest = ""
         self.micro_batch: tuple[int, int] | None = None
@@ -90,7 +93,7 @@ class Tuning:
             self._saved_targets = _shorten_targets(whole, self._adapted, spec.targets)
             self.trained = spec.rank * sum(sum(layer.weight.shape) for layer in self._adapted.values()) / total
             in_layers = sum(layer.weight.numel() for layer in whole.modules() if _is_held(layer, whole)) / total
-            self.held = 1 - in_layers * (1 - BASE_COPIES[spec.base])
+            self.held = in_layers * held_copies(spec.base, precision) + (1 - in_layers) * held_copies("fp32", precision)
         else:
             self._frozen = _match_frozen(whole, spec.freeze)
             parameters = whole.named_parameters()
@@ -211,7 +214,7 @@ class Tuning:
             if self._spec.base == "bf16":
                 layer.weight.data = layer.weight.data.bfloat16()
             elif self._spec.base == "nf4":
-                module.set_submodule(name, _in_4_bits(layer, torch.bfloat16 if self._bf16 else torch.float32))
+                module.set_submodule(name, _in_4_bits(layer, self._dtype))
 
     def mask(self, name: str, like: Tensor) -> Tensor | None:
         """Dropout's factors for the input of layer ``name``: 0 or 1 / (1 - p), of the shape of ``like``."""

@@ -21,6 +21,8 @@ LOCAL_FACTOR = 1.75
 """Memory for what trains with ``local``, beside that of summed gradients: with AdamW 7 arrays instead of 4 or 5."""
 MOMENTS = 2.0
 """Arrays that AdamW keeps."""
+ROUNDED_COPIES = {"bf16-weights": 0.5}
+"""The copy of weights that the model computes with, by ``device.precision``, as a share of fp32. Else there is none."""
 BASE_COPIES = {"fp32": 1.0, "bf16": 0.5, "nf4": 0.14}
 """What a frozen weight takes, by ``lora.base``, as a share of fp32. NF4 has 4 bits, and a scale for each 64 weights."""
 GATHERED = 5
@@ -61,10 +63,18 @@ def kept_moments(optimizer: str, hidden: float) -> float:
     return {"adamw": MOMENTS, "muon": MOMENTS - hidden, "sgd": 0.0}[optimizer]
 
 
-def copies(*, on_host: bool, trained: float = 1.0, held: float = 0.0, moments: float = MOMENTS) -> float:
+def held_copies(base: str, precision: str) -> float:
+    """What a frozen weight takes, as a share of fp32: by ``lora.base``, or rounded to compute with."""
+    return min(BASE_COPIES[base], ROUNDED_COPIES.get(precision, 1.0))
+
+
+def copies(
+    *, on_host: bool, trained: float = 1.0, held: float = 0.0, moments: float = MOMENTS, precision: str = "fp32"
+) -> float:
     """Copies of the weights, in fp32, on the compute device. ``on_host``: it is a CPU. ``trained``, ``held``: sizes of
     what trains and of what is frozen, as shares of the weights. ``moments``: see ``kept_moments``."""
-    return trained * ((HOST_COPIES if on_host else DEVICE_COPIES) + moments) + held
+    arrays = (HOST_COPIES if on_host else DEVICE_COPIES) + moments + ROUNDED_COPIES.get(precision, 0.0)
+    return trained * arrays + held
 
 
 def part_training_bytes(held_bytes: int, kept_bytes: int, inputs_bytes: int, *, in_flight: int, recompute: bool) -> int:

@@ -83,7 +83,7 @@ class TrainingWorkload:
         schedule, activations, recompute, max_in_flight: see ``[pipeline]`` of a profile.
         cuts: if already chosen; else empty.
         trained, held: see ``core.footprint.copies``.
-        optimizer: its name in the profile.
+        optimizer, precision: their names in the profile.
     """
 
     shape: ModelShape
@@ -100,6 +100,7 @@ class TrainingWorkload:
     trained: float = 1.0
     held: float = 0.0
     optimizer: str = "adamw"
+    precision: str = "fp32"
 
     @cached_property
     def sizes(self) -> ModelSizes:
@@ -127,7 +128,8 @@ class TrainingWorkload:
     def held_bytes(self, start: int, stop: int, *, on_host: bool) -> int:
         """Memory of the weights, gradients and moments of a stage."""
         moments = self.kept_moments(start, stop)
-        factor = copies(on_host=on_host, trained=self.trained, held=self.held, moments=moments)
+        shares = {"trained": self.trained, "held": self.held, "moments": moments}
+        factor = copies(on_host=on_host, precision=self.precision, **shares)
         return int(factor * self.sizes.weights_bytes(start, stop))
 
     def kept_moments(self, start: int, stop: int) -> float:

@@ -80,13 +80,14 @@ def test_without_its_sizes_a_job_is_possible_and_a_plan_is_not(capsys: pytest.Ca
     assert shape_of(profile_of(model={"path": "/nowhere"})) is None
 
 
-@pytest.mark.parametrize("pipeline", [
-    {}, {"schedule": "gpipe"}, {"recompute": True}, {"recompute": True, "activations": "int8"}, {"max_in_flight": 2}
+@pytest.mark.parametrize(("pipeline", "precision"), [
+    ({}, "fp32"), ({}, "bf16-weights"), ({"schedule": "gpipe"}, "fp32"), ({"recompute": True}, "fp32"),
+    ({"recompute": True, "activations": "int8"}, "fp32"), ({"max_in_flight": 2}, "fp32"),
 ])  # fmt: skip
 def test_a_worker_checks_the_memory_that_the_seed_placed_it_by(
-    pipeline: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    pipeline: dict[str, Any], precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    profile = profile_of(pipeline={"stages": 2, **pipeline})
+    profile = profile_of(pipeline={"stages": 2, **pipeline}, device={"precision": precision})
     found = _measure(profile)
     training = training_of(profile, found.to_map())
     assert training is not None
@@ -100,5 +101,5 @@ def test_a_worker_checks_the_memory_that_the_seed_placed_it_by(
                 in_flight=training.in_flight(stage),
             )  # fmt: skip
             asked.clear()
-            fit_training(config, spec, device, micro_batch_tokens=training.tokens)
+            fit_training(config, spec, device, micro_batch_tokens=training.tokens, precision=precision)
             assert asked[0] == training.need_bytes(stage, start, stop, on_host=device.kind == "cpu")

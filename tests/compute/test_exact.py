@@ -32,7 +32,9 @@ def sha256(trainer: Trainer) -> str:
 # ------------------------------------------------------------------------------------------------------ a micro-batch
 
 
-@pytest.mark.parametrize(("model", "precision"), [(TINY, "bf16"), (tiny(architecture="gpt2", kv_heads=4), "fp32")])
+@pytest.mark.parametrize(
+    ("model", "precision"), [(TINY, "bf16"), (TINY, "bf16-weights"), (tiny(architecture="gpt2", kv_heads=4), "fp32")]
+)
 def test_the_bits_of_a_micro_batch_do_not_depend_on_those_before(
     make_trainer: MakeTrainer, model: ModelSpec, precision: str
 ) -> None:

@@ -62,6 +62,12 @@ def test_shards_learn_what_the_whole_model_does(text_file: Path, count: int, acc
     assert losses[-1] < losses[0] - 0.5
 
 
+def test_rounded_weights_are_what_shards_gather_in_bf16(text_file: Path) -> None:
+    gathered, rounded = (Shards(text_file, 2, precision=precision) for precision in ("bf16", "bf16-weights"))
+    for step in range(3):
+        assert gathered.step(step) == rounded.step(step)
+
+
 @pytest.mark.parametrize("tie", [True, False])
 def test_the_first_weights_are_those_of_the_whole_model_bit_for_bit(text_file: Path, tmp_path: Path, tie: bool) -> None:
     new = tiny(tie_embeddings=tie)

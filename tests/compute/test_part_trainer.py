@@ -246,9 +246,13 @@ def test_compressed_activations_learn_nearly_as_well(
     check_tied_copies(short)
 
 
-def test_autocast_is_that_of_one_process(text_file: Path) -> None:
-    pipeline = Pipeline(text_file, (0, 1, 3, 4), precision="bf16")
-    alone = tiny_trainer(text_file, model=MODEL, precision="bf16")
+@pytest.mark.parametrize(
+    ("precision", "encoding"), [("bf16", "fp32"), ("bf16-weights", "fp32"), ("bf16-weights", "bf16")]
+)
+def test_arithmetic_in_bf16_is_that_of_one_process(text_file: Path, precision: str, encoding: str) -> None:
+    split = {"activations": encoding, "gradients": encoding}
+    pipeline = Pipeline(text_file, (0, 1, 3, 4), split, precision=precision)
+    alone = tiny_trainer(text_file, model=MODEL, precision=precision)
     losses = [(pipeline.run(step).loss, take_step(alone, step).loss) for step in range(3)]
     assert losses[0][0] == pytest.approx(losses[0][1], rel=1e-6)  # of the same weights
     assert losses[0][0] != pytest.approx(Pipeline(text_file, (0, 1, 3, 4)).run(0).loss, rel=1e-6)
@@ -282,8 +286,9 @@ def test_the_memory_check_counts_micro_batches_in_flight(text_file: Path) -> Non
     config, part = model_config(MODEL, 256), stage.built.stage.part
     weights, kept = stage.built.stage.weights_bytes, kept_bytes(config, 32, part)
 
-    def check(**changes: Any) -> None:
-        fit_training(config, StageSpec(0, (0, 2, 4), **changes), device, micro_batch_tokens=32)
+    def check(*, precision: str = "fp32", **changes: Any) -> None:
+        spec = StageSpec(0, (0, 2, 4), **changes)
+        fit_training(config, spec, device, micro_batch_tokens=32, precision=precision)
 
     check()
     with pytest.raises(ResourceError, match="1000000000 micro-batches of 32 tokens in flight"):
@@ -291,6 +296,10 @@ def test_the_memory_check_counts_micro_batches_in_flight(text_file: Path) -> Non
     check(memory_bytes=5 * weights + kept)
     with pytest.raises(ResourceError, match="this worker offers"):  # whatever the machine has beside that
         check(memory_bytes=5 * weights + kept - 1)
+    rounded = weights // 2
+    check(memory_bytes=5 * weights + rounded + kept, precision="bf16-weights")
+    with pytest.raises(ResourceError, match="this worker offers"):
+        check(memory_bytes=5 * weights + rounded + kept - 1, precision="bf16-weights")
     check(in_flight=10**9, recompute=True)  # the first stage keeps nothing for that
     given = 5 * weights + 3 * kept + 1
     for memory_bytes, most, expected in ((given, 8, 3), (given - kept, 8, 2), (given, 2, 2), (0, 8, 8)):

@@ -100,10 +100,11 @@ def test_steps_are_those_of_the_formula_with_peft(settings: dict[str, Any], base
     assert alone.validate(0, 99) == (pytest.approx(expected, rel=1e-4), len(held_out))
 
 
-def test_inner_steps_of_local_learn_from_pairs(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16-weights"])
+def test_inner_steps_of_local_learn_from_pairs(settings: dict[str, Any], precision: str) -> None:
     """Of one worker with an outer rate of 1 the first inner step is the step of a micro-batch."""
     local, plain = (
-        tiny_trainer(Path(), **settings, micro_batches=1, local=local)
+        tiny_trainer(Path(), **settings, micro_batches=1, local=local, precision=precision)
         for local in (LocalSpec(outer_lr=1.0, outer_momentum=0.0), None)
     )
     assert run_step(local, 0, 1) == pytest.approx(run_step(plain, 0, 1), rel=1e-6)

@@ -25,7 +25,7 @@ def losses_of(kind: str, text: Path, **changes: Any) -> list[float]:
 
 def test_the_plain_loop_learns_what_a_worker_learns_in_each_precision(text_file: Path) -> None:
     found = {}
-    for precision in ("fp32", "bf16"):
+    for precision in ("fp32", "tf32", "bf16"):
         trainer = tiny_trainer(text_file, precision=precision)
         found[precision] = losses_of("plain", text_file, precision=precision)
         assert found[precision] == pytest.approx([run_step(trainer, step) for step in range(STEPS)], rel=2e-6)

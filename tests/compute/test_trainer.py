@@ -164,8 +164,12 @@ def test_a_sum_that_is_not_finite_fails_the_job(make_trainer: MakeTrainer, slot:
     assert state_bytes(trainer) == before
 
 
-def test_a_device_with_its_own_memory_gives_the_same_bits(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    near, apart, healed = make_trainer(), make_trainer(device=APART), make_trainer(device=APART, seed=9)
+@pytest.mark.parametrize("precision", ["fp32", "bf16-weights"])
+def test_a_device_with_its_own_memory_gives_the_same_bits(
+    make_trainer: MakeTrainer, tmp_path: Path, precision: str
+) -> None:
+    near, apart = (make_trainer(precision=precision, **memory) for memory in ({}, {"device": APART}))
+    healed = make_trainer(precision=precision, device=APART)
     assert apart.reduce_buffer.ctypes.data != apart.built.flat.gradients.data_ptr()
     for step in range(4):
         assert run_step(near, step) == run_step(apart, step)
@@ -186,6 +190,7 @@ def test_a_device_with_its_own_memory_gives_the_same_bits(make_trainer: MakeTrai
     healed.state.load(tmp_path)
     healed.state.refresh(4)  # said once more: an earlier copy must not come back
     assert state_bytes(healed) == state_bytes(near)
+    assert run_step(healed, 4) == run_step(near, 4)
 
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": []}

@@ -210,13 +210,17 @@ def test_dropout_is_a_function_of_the_micro_batch_alone(text_file: Path, base: P
     assert not torch.equal(*masks)  # type: ignore[arg-type]
 
 
-def test_a_base_in_bf16_gives_the_bits_of_one_in_fp32(text_file: Path, base: Path) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "bf16-weights"])
+def test_a_base_in_bf16_gives_the_bits_of_one_in_fp32(text_file: Path, base: Path, precision: str) -> None:
     """Where the arithmetic is bf16 anyway."""
-    settings: dict[str, Any] = {"model": ModelSpec(path=base), "precision": "bf16"}
+    settings: dict[str, Any] = {"model": ModelSpec(path=base), "precision": precision}
     plain, halved = (tiny_trainer(text_file, tuning=lora(base=kind), **settings) for kind in ("fp32", "bf16"))
     assert [run_step(plain, step) for step in range(3)] == [run_step(halved, step) for step in range(3)]
     assert state_bytes(plain) == state_bytes(halved)
     assert halved.built.flat.model.get_submodule("model.layers.0.mlp.up_proj.base_layer").weight.dtype == torch.bfloat16
+    spec = tiny_spec(text_file, tuning=lora(base="fp32"), **settings)
+    held = ModelRecipe(spec, pick_device("cpu", 1)).tuning.held
+    assert held == (0.5 if precision == "bf16-weights" else 1.0)
 
 
 def test_a_base_in_4_bits_trains_after_a_validation(

@@ -161,6 +161,14 @@ SERVER: dict[str, Any] = {"job": {"strategy": "server"}}
         ({"lora": {"rank": 8}, "model": BASE | {"freeze": ["a"]}}, "lora.rank = 8, model.freeze = ['a']: with LoRA"),
         ({"lora": {"rank": 8, "base": "bf16"}, "model": BASE}, "device.precision = 'fp32': fp32 arithmetic"),
         (
+            {"device": {"precision": "bf16-weights"}, "model": BASE | {"freeze": ["a"]}},
+            "device.precision = 'bf16-weights', model.freeze = ['a']: frozen weights",
+        ),
+        (
+            FEDERATED | {"device": {"precision": "bf16-weights"}, "lora": {"rank": 8}, "model": BASE},
+            "device.precision = 'bf16-weights', job.strategy = 'federated': rounds",
+        ),
+        (
             {"device": {"gradient_checkpointing": True}, "job": {"strategy": "pipeline"}, "pipeline": {"stages": 2}},
             "device.gradient_checkpointing = True, job.strategy = 'pipeline'",
         ),

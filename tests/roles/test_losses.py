@@ -146,6 +146,19 @@ async def test_losses_of_conversations_are_those_of_a_loop_that_divides_by_all_t
     assert rows[-1]["val_loss"] == pytest.approx(held_out, abs=1e-5)
 
 
+@pytest.mark.parametrize("sets", [[], ["job.strategy=pipeline", "pipeline.stages=3"]], ids=["sync", "pipeline"])
+async def test_losses_with_rounded_weights_are_near_those_in_fp32(
+    cluster: Cluster, talks: Path, sets: list[str]
+) -> None:
+    """All members commit the same sums: else the job would not end."""
+    rounded = ["device.precision=bf16-weights", "job.workers=3", f"data.path={talks}"]
+    rows = await _rows(cluster, load("tiny", {}, [*CHAT, *rounded, *sets]).profile)
+    losses, held_out = chat_reference(talks)
+    assert [row["loss"] for row in rows] == pytest.approx(losses, rel=0.01)
+    assert [row["loss"] for row in rows] != pytest.approx(losses, abs=1e-5)
+    assert rows[-1]["val_loss"] == pytest.approx(held_out, rel=0.01)
+
+
 async def _rows(cluster: Cluster, wanted: Profile) -> list[dict[str, Any]]:
     job = await cluster.create(wanted)
     for _ in range(wanted.job.workers):
