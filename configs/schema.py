@@ -398,6 +398,9 @@ class Device(Table):
     gradient_checkpointing: bool = False
     """Compute the hidden states of each layer again in the backward pass, rather than keep them. A part of a split
     model has pipeline.recompute instead."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the model's layers with torch.compile, while steps go on without. auto: on a CUDA device, if enough time
+    is left, and they become faster; not with precision tf32. on: on any device."""
 
 
 class Ring(Table):
@@ -671,6 +674,10 @@ _VALUE_NEEDS: dict[tuple[str, str], tuple[tuple[str, tuple[Any, ...], str], ...]
     ("device.precision", "bf16-weights"): (
         ("job.strategy", ("sync", "pipeline", "sharded", "local", "server"), "rounds save, or change, frozen weights"),
         ("model.freeze", ([],), "frozen weights are rounded in memory, and would be saved so"),
+    ),
+    ("device.compile", "on"): (
+        ("job.exact", (False,), "compiled layers round in another way than those of a worker that has not compiled"),
+        ("device.precision", ("fp32", "bf16", "bf16-weights"), "TF32 is switched for passes while layers are compiled"),
     ),
     ("optimizer.name", "muon"): (
         ("job.strategy", _NOT_SHARDED, "Muon needs whole matrices, and a shard has rows of them"),

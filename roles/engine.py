@@ -57,6 +57,7 @@ class Engine(Protocol):
         codec_numel: the codec encodes so many elements; the few after them (norms, biases, losses) stay plain.
         exact: whether ``reduce_buffer`` is int64 fixed point. Then the bits of all sums, and so of the whole run, do
             not depend on which member computes a micro-batch.
+        notices: (level, text) of what the person should know; the worker takes them out.
         pipeline, shards, noise, slots: what only some strategies need; None if this engine lacks it.
     """
 
@@ -73,6 +74,8 @@ class Engine(Protocol):
     def codec_numel(self) -> int: ...
     @property
     def exact(self) -> bool: ...
+    @property
+    def notices(self) -> list[tuple[str, str]]: ...
     @property
     def pipeline(self) -> PipelineEngine | None: ...
     @property

@@ -303,7 +303,9 @@ class TrainingRun:
         """Report trouble since this start, and that a job stops or goes on. Called before the observers take it."""
         match record:
             case EventInfo() if (
-                (record.level != "info" or record.kind == "building") and record.wall >= began and self.view is None
+                (record.level != "info" or record.kind in ("building", "compiling"))
+                and record.wall >= began
+                and self.view is None
             ):
                 self._console.event(record.level, record.text, record.wall)
             case JobInfo():

@@ -21,16 +21,32 @@ from p2ptrain.core.texts import human_bytes
 
 @dataclass(frozen=True, slots=True)
 class ComputeDevice:
-    """A torch device. ``threads``: configured number of threads of CPU kernels; 0: not configured."""
+    """A torch device.
+
+    Attributes:
+        threads: configured number of threads of CPU kernels; 0: not configured.
+        compile_backend: of ``torch.compile``, see there.
+    """
 
     torch_device: torch.device
     label: str
     threads: int = 0
+    compile_backend: Any = "inductor"
 
     @property
     def kind(self) -> str:
         """``"cpu"``, ``"cuda"`` or ``"mps"``."""
         return self.torch_device.type
+
+    def wait(self) -> None:
+        """Wait until it has computed what it was given."""
+        if self.kind == "cuda":
+            torch.cuda.synchronize(self.torch_device)
+
+    def enter_thread(self) -> None:
+        """Let the calling thread, which is new, compute on it."""
+        if self.kind == "cuda":
+            torch.cuda.set_device(self.torch_device)
 
 
 def pick_device(kind: str, threads: int = 0) -> ComputeDevice:

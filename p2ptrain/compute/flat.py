@@ -213,6 +213,10 @@ class OptimizerSchedule:
     def at(self, step: int) -> OptimizerSpec:
         return OptimizerSpec(**period_at(self._periods, step).optimizer)
 
+    def steps_at(self, step: int) -> int:
+        """Steps of the run, as known at step ``step``."""
+        return period_at(self._periods, step).steps
+
     def lr_at(self, step: int, progress: float = 0.0) -> float:
         """Learning rate at ``progress`` (negative: before its end, in steps) of step ``step``, counted from 0."""
         return self.at(step).lr_at(step + progress, period_at(self._periods, step).steps)

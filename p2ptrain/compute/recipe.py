@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from p2ptrain.compute.compiling import BlockCompiler
 from p2ptrain.compute.data import PREFERENCE, Corpus, DataSpec
 from p2ptrain.compute.device import ComputeDevice, constant_arithmetic, flushed_denormals, matrix_products
 from p2ptrain.compute.flat import FlatModel, OptimizerSpec, Segment, trained_parameters
@@ -28,7 +29,7 @@ from p2ptrain.compute.model import ModelSpec, build_model, model_config, outline
 from p2ptrain.compute.optimizer import hidden_matrices
 from p2ptrain.compute.part import PartModel
 from p2ptrain.compute.split_check import check_packs, check_splits
-from p2ptrain.compute.stage import StageSpec, build_training_part, fit_training, initial_digest
+from p2ptrain.compute.stage import StageSpec, build_training_part, fit_training, initial_digest, kept_bytes
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.tuning import ALL_OF_IT, Tuning, TuningSpec
 from p2ptrain.compute.update import CLIPPED_FACTOR
@@ -70,6 +71,7 @@ class TrainingSpec:
     tuning: TuningSpec = ALL_OF_IT
     gradient_checkpointing: bool = False
     beta: float = 0.1
+    compile: str = "off"
 
     @property
     def is_preference(self) -> bool:
@@ -143,7 +145,8 @@ class ModelRecipe:
         self.part: LayerRange = self.stage.check(self.config.num_hidden_layers)
         if not self.stage.is_whole:
             check_splits(self.config)
-        self.tuning = Tuning(self.config, spec.tuning, spec.seed, self.base, precision=spec.precision)
+        precision, place = spec.precision, device.torch_device
+        self.tuning = Tuning(self.config, spec.tuning, spec.seed, self.base, precision=precision, device=place)
         self.in_flight = self._check_memory()
 
     def _check_memory(self) -> int:
@@ -198,6 +201,15 @@ class ModelRecipe:
             yield
 
     # ------------------------------------------------------------------------------------------------------ building
+
+    def block_compiler(self, model: nn.Module) -> BlockCompiler | None:
+        """What compiles the blocks of the built model; None: nothing does."""
+        spec, device = self.spec, self.device
+        refused = spec.exact or spec.precision == "tf32"  # torch.compile checks that TF32 is not switched meanwhile
+        if refused or spec.compile == "off" or (spec.compile == "auto" and device.kind != "cuda"):
+            return None
+        kept = kept_bytes(self.config, spec.micro_batch_tokens, LayerRange(0, 1, 2))
+        return BlockCompiler(model, device, kept_bytes=kept, always=spec.compile == "on")
 
     def build(self) -> BuiltPart:
         """Build the part, with the weights of step 0. Raises ``ConfigError``, ``StorageError``, ``ResourceError``: see

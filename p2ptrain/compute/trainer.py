@@ -146,6 +146,7 @@ class Trainer:
 
     Attributes:
         built, batches: the part of the model, and the text.
+        compiler: of the model's blocks; None: they are not compiled.
 
     Raises:
         ConfigError, UserError, ResourceError: see ``MicroBatchReader``, ``ModelRecipe.build``.
@@ -163,6 +164,8 @@ class Trainer:
         self._recipe, self._spec = recipe, recipe.spec
         self.batches = MicroBatchReader(recipe, processes, on_progress)
         self.built = recipe.build()
+        self.compiler = recipe.block_compiler(self.built.flat.model)
+        self.notices = [] if self.compiler is None else self.compiler.notices
         self._sharded = self.built.flat if isinstance(self.built.flat, ShardedModel) else None
         self._update = update = make_update(recipe.spec, self.built.flat)
         self._buffer = make_buffer(recipe, self.built, update)
@@ -207,6 +210,8 @@ class Trainer:
 
     def begin_step(self, step: int, first: int = 0, count: int = -1) -> bool:
         """Also drops what an aborted step left."""
+        if self.compiler is not None:
+            self.compiler.begin_step(step, self._update.schedule.steps_at(step))
         count = self._spec.micro_batches if count < 0 else count
         self.batches.begin_step(first, count)
         self._buffer.begin_step()

@@ -21,8 +21,10 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import xxhash
@@ -61,26 +63,33 @@ class Tuning:
     Args:
         config: configuration of the whole model.
         base: directory of the base model, for the adapter's configuration.
-        precision: ``device.precision``.
+        precision: ``device.precision``. device: where it computes.
 
     Attributes:
         adapters: name of each trained parameter in the prepared module → its name in peft's files; empty without LoRA.
         trained, held: copies of the whole model's weights: that train, with their gradients and moments; that do not.
         frozen_digest: of what does not train in the prepared module, hex; empty if all of it trains.
-        micro_batch: step and index of the micro-batch whose dropout masks are drawn; None: no dropout.
 
     Raises:
         ConfigError: a name or pattern fits nothing, or nothing is left to train; see also ``outline``.
     """
 
     def __init__(
-        self, config: PretrainedConfig, spec: TuningSpec, seed: int, base: Path | None, *, precision: str
+        self,
+        config: PretrainedConfig,
+        spec: TuningSpec,
+        seed: int,
+        base: Path | None,
+        *,
+        precision: str,
+        device: torch.device,
     ) -> None:
-        self._spec, self._seed, self._base = spec, seed, base
+        self._spec, self._seed, self._base, self._device = spec, seed, base, device
         self._dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
         self.adapters: dict[str, str] = {}
         self.frozen_digest = ""
-        self.micro_batch: tuple[int, int] | None = None
+        self._micro_batch: tuple[int, int] | None = None
+        self._dropouts = WeakKeyDictionary[_Dropout, str]()  # the layer's name in the whole model
         self.trained, self.held = 1.0, 0.0
         self._frozen: frozenset[str] = frozenset()
         self._adapted: dict[str, Any] = {}
@@ -135,6 +144,25 @@ class Tuning:
                 generator = torch.Generator().manual_seed(seed_of(self._seed, self.adapters[name]))
                 nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
         return made
+
+    @property
+    def micro_batch(self) -> tuple[int, int] | None:
+        """Step and index of the micro-batch whose dropout masks are drawn; None: no dropout."""
+        return self._micro_batch
+
+    @micro_batch.setter
+    def micro_batch(self, value: tuple[int, int] | None) -> None:
+        if value == self._micro_batch:
+            return
+        self._micro_batch = value
+        drawn = [] if value is None else [self._key(value, name) for name in self._dropouts.values()]
+        keys = torch.tensor(drawn, dtype=torch.int64).to(self._device, non_blocking=True)
+        for dropout, key in zip_longest(self._dropouts, keys):
+            dropout.key = key
+
+    def _key(self, micro_batch: tuple[int, int], name: str) -> int:
+        step, index = micro_batch
+        return seed_of(self._seed, f"{step} {index} {name}") & 0xFFFFFFFF
 
     @contextmanager
     def without_adapters(self, module: nn.Module) -> Iterator[None]:
@@ -196,7 +224,8 @@ class Tuning:
             for factor in ("lora_A", "lora_B"):
                 self.adapters[f"{place}.{factor}.{ADAPTER_NAME}.weight"] = f"base_model.model.{whole}.{factor}.weight"
             if self._spec.dropout:
-                layer.lora_dropout[ADAPTER_NAME] = _Dropout(self, whole)
+                layer.lora_dropout[ADAPTER_NAME] = dropout = _Dropout(self._spec.dropout)
+                self._dropouts[dropout] = whole
         shapes = {name: tuple(parameter.shape) for name, parameter in trained_parameters(module).items()}
         with torch.no_grad():
             for name, tensor in self.initial(shapes).items():
@@ -216,32 +245,34 @@ class Tuning:
             elif self._spec.base == "nf4":
                 module.set_submodule(name, _in_4_bits(layer, self._dtype))
 
-    def mask(self, name: str, like: Tensor) -> Tensor | None:
-        """Dropout's factors for the input of layer ``name``: 0 or 1 / (1 - p), of the shape of ``like``."""
-        if self.micro_batch is None:
-            return None
-        step, index = self.micro_batch
-        key = seed_of(self._seed, f"{step} {index} {name}") & 0xFFFFFFFF
+
+class _Dropout(nn.Module):
+    """Dropout of a layer's input, before A. It is active while the trainer computes a micro-batch, not in a validation.
+    So the model can stay in training mode.
+
+    Attributes:
+        key: of the micro-batch's mask, int64, shape (); None: no dropout. A tensor, so that compiled code fits every
+            micro-batch. Never changed in place: a backward pass may draw the mask again.
+    """
+
+    key: Tensor | None = None
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self._share = share
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.key is None else x * self.mask(self.key, x)
+
+    def mask(self, key: Tensor, like: Tensor) -> Tensor:
+        """Factors for an input: 0 or 1 / (1 - p), of the shape of ``like``."""
         # A hash of each position, of 32 bits (https://github.com/skeeto/hash-prospector). Products stay below 2^63.
         bits = torch.arange(like.numel(), device=like.device) ^ key
         for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
             bits = ((bits ^ (bits >> shift)) * factor) & 0xFFFFFFFF
-        bits ^= bits >> 15
-        kept = bits >= int(self._spec.dropout * 2**32)
-        return kept.view(like.shape).to(like.dtype) / (1 - self._spec.dropout)
-
-
-class _Dropout(nn.Module):
-    """Dropout of a layer's input, before A. It is active while the trainer computes a micro-batch, not in a validation.
-    So the model can stay in training mode."""
-
-    def __init__(self, tuning: Tuning, name: str) -> None:
-        super().__init__()
-        self._tuning, self._name = tuning, name
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = self._tuning.mask(self._name, x)
-        return x if mask is None else x * mask
+        bits = bits ^ (bits >> 15)
+        kept = bits >= int(self._share * 2**32)
+        return kept.view(like.shape).to(like.dtype) / (1 - self._share)
 
 
 def _in_4_bits(layer: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -150,6 +150,7 @@ class StandInEngine:
             validation_batches=profile.validation.batches,
         )
         self.exact = profile.job.exact
+        self.notices: list[tuple[str, str]] = []
         self.scalars = 3 if self._inner else 1  # weight, number of losses; sum of losses
         self.reduce_buffer: npt.NDArray[Any] = np.zeros(
             own_numel + self.scalars, np.int64 if self.exact else np.float32

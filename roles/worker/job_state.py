@@ -237,6 +237,13 @@ class JobState:
             await self.heal_source.keep(self.engine)
             self.reports.steps.applied(await commit())
         self.count_progress()
+        self.tell_notices()
+
+    def tell_notices(self) -> None:
+        """Tell the person what the engine has to tell."""
+        while self.engine.notices:
+            level, text = self.engine.notices.pop(0)
+            self._context.notify(level, "compiling", text)
 
     async def finish_step(
         self, boundary: ev.Boundary, session: RingSession, losses: Losses, validators: RingSession, *, patience_s: float

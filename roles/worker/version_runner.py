@@ -131,5 +131,6 @@ class VersionRunner(ActivityRunner):
         # First, as the report that may follow drops rows that do not lead to its state.
         state.reports.ledger.take_up_untrusted(instruction.applied, instruction.lineage, self._worker.rows)
         state.count_progress()
+        state.tell_notices()
         self._context.on_step(instruction.applied, core.steps_total, {})
         return ev.ActivityFinished(instruction.ticket)

@@ -156,15 +156,17 @@ async def test_end_of_a_worker_is_named_while_the_others_train(
     assert "worker-2 ended: it was killed by SIGKILL; the other workers go on" in capsys.readouterr().err
 
 
-async def test_progress_of_a_long_build_is_shown_on_plain_lines(
+async def test_progress_of_builds_and_compilers_is_shown_on_plain_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = TrainingPlan("tiny", load_settings("tiny", {}), 2, False, "")
     run = TrainingRun(plan, LocalCluster(tmp_path), Console(), lambda pair: None)
     run._report_news(EventInfo(1, 9.0, "info", "building", "tokenizing books: 15%"), began=5.0)
     run._report_news(EventInfo(2, 9.0, "info", "peer-joined", "worker-1 joined"), began=5.0)
+    run._report_news(EventInfo(3, 9.0, "info", "compiling", "compiled the model's blocks"), began=5.0)
     shown = capsys.readouterr().err
     assert "tokenizing books: 15%" in shown
+    assert "compiled the model's blocks" in shown
     assert "worker-1 joined" not in shown
 
 

@@ -29,8 +29,8 @@ class Pipeline:
     """
 
     def __init__(self, text: Path | str, bounds: Sequence[int], split: Mapping[str, Any] | None = None, **changes: Any):
+        self.device = changes.pop("device", None) or pick_device("cpu", 1)
         self.spec = tiny_spec(text, **({"model": MODEL} | changes))
-        self.device = pick_device("cpu", 1)
         self.stages = [
             Trainer(ModelRecipe(self.spec, self.device, StageSpec(stage, tuple(bounds), **(split or {}))))
             for stage in range(len(bounds) - 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,11 +25,12 @@ from tests.compute.tiny_trainer import MICRO_BATCHES, run_step, state_bytes, tin
 
 
 class Shards:
-    def __init__(self, text_file: Path, count: int, *, accumulate: bool = True, **changes: object) -> None:
+    def __init__(self, text_file: Path, count: int, *, accumulate: bool = True, **changes: Any) -> None:
         self.count, self.exchange = count, Exchange(count)
+        device = changes.pop("device", None) or pick_device("cpu", 1)
         self._spec = tiny_spec(text_file, **changes)
         self.trainers = [
-            Trainer(ModelRecipe(self._spec, pick_device("cpu", 1), shard=ShardSpec(mesh, accumulate=accumulate)))
+            Trainer(ModelRecipe(self._spec, device, shard=ShardSpec(mesh, accumulate=accumulate)))
             for mesh in meshes(self.exchange)
         ]
 

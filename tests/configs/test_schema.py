@@ -186,6 +186,7 @@ SERVER: dict[str, Any] = {"job": {"strategy": "server"}}
             {"job": {"strategy": "pipeline"}, "pipeline": {"stages": 2}, "data": {"private": True}},
             "data.private = True, job.strategy = 'pipeline'",
         ),
+        ({"job": {"exact": True}, "device": {"compile": "on"}}, "device.compile = 'on', job.exact = True"),
         ({"job": {"exact": True}, "data": {"private": True}}, "data.private = True, job.exact = True"),
         (SHARDED | {"data": {"private": True}}, "data.private = True, job.strategy = 'sharded': the workers"),
         ({"data": {"format": "preference"}}, "lora.rank = 0: the reference is the model without its adapters"),

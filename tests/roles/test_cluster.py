@@ -131,6 +131,21 @@ async def test_a_member_whose_state_drifts_is_healed_at_the_next_checkpoint(clus
     assert peers[1].identity.name in drifts[0]
 
 
+class Telling(StandInEngine):
+    def __init__(self, profile: Profile, **more: Any) -> None:
+        super().__init__(profile, **more)
+        self.notices.append(("warning", "there is no compiler"))
+
+
+@pytest.mark.parametrize("strategy", ["sync", "server"])
+async def test_what_an_engine_tells_is_a_notice_of_its_worker(cluster: Cluster, strategy: str) -> None:
+    job = await cluster.create(small_profile(job={"strategy": strategy, "workers": 3, "steps": 12}))
+    peers = [cluster.join(Telling) for _ in range(3)]
+    await cluster.job_until(job, done)
+    for peer in peers:
+        assert peer.told.count(("warning", "compiling", "there is no compiler")) == 1
+
+
 async def test_checkpoints_on_disk_are_made_known_to_a_seed_that_has_no_record_of_them(cluster: Cluster) -> None:
     job = await cluster.create(small_profile(job={"steps": 100_000}, checkpoint={"keep": 1000}))
     peers = [cluster.join() for _ in range(2)]
