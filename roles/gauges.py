@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -92,21 +93,37 @@ def _nvml() -> tuple[Any, list[Any]] | None:
     return (pynvml, handles) if handles else None
 
 
+def _used_gpu(device: str) -> tuple[Any, Any] | None:
+    """NVIDIA's library, and its handle of torch's ``device``; None without one. torch counts the GPUs that
+    CUDA_VISIBLE_DEVICES names, by their numbers or (begun) identifiers, and the library counts all."""
+    if (found := _nvml()) is None:
+        return None
+    library, handles = found
+    index, visible = device.partition(":")[2], os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(index) for index in range(len(handles))] if visible is None else visible.replace(" ", "").split(",")
+    with contextlib.suppress(library.NVMLError, IndexError):
+        if (name := names[int(index) if index.isdecimal() else 0]).isdecimal():
+            return library, handles[int(name)]
+        whole = [handle for handle in handles if name and library.nvmlDeviceGetUUID(handle).startswith(name)]
+        return library, whole[0] if whole else library.nvmlDeviceGetHandleByUUID(name)  # of a part of a GPU (MIG)
+    return None
+
+
 def gpu_name() -> str:
-    found = _nvml()
-    return _name_of(found[0], found[1][0]) if found is not None else ""
+    found = _used_gpu("cuda")
+    return _name_of(*found) if found is not None else ""
 
 
 def free_memory_bytes(device: str) -> int:
-    """Memory that can still be allocated for a model: on the first GPU, or else of the machine or container.
+    """Memory that can still be allocated for a model: on the GPU, or else of the machine or container.
 
-    ``device``: as in ``compute.device.pick_device``; empty or ``auto``: the GPU if there is one.
+    ``device``: as in ``compute.device.pick_device``; empty or ``auto``: the first GPU if there is one.
     """
-    found = _nvml() if device.partition(":")[0] in ("", "auto", "cuda") else None
+    found = _used_gpu(device) if device.partition(":")[0] in ("", "auto", "cuda") else None
     if found is not None:
-        library, handles = found
+        library, handle = found
         with contextlib.suppress(library.NVMLError):
-            return int(library.nvmlDeviceGetMemoryInfo(handles[0]).free)
+            return int(library.nvmlDeviceGetMemoryInfo(handle).free)
     available, left = int(psutil.virtual_memory().available), memory_left_bytes()
     return available if left is None else min(available, left)
 
@@ -125,7 +142,8 @@ def _gpu_reader() -> Callable[[], list[GpuInfo]] | None:
                 return getattr(library, f"nvmlDeviceGet{sensor}")(handle, *more)
             return None
 
-        rates, memory = ask("UtilizationRates"), ask("MemoryInfo")
+        # As nvidia-smi, version 2 does not count what the driver reserves as used. Old drivers have only the first.
+        rates, memory = ask("UtilizationRates"), ask("MemoryInfo", library.nvmlMemory_v2) or ask("MemoryInfo")
         heat, power_mw = ask("Temperature", library.NVML_TEMPERATURE_GPU), ask("PowerUsage")
         return GpuInfo(
             index,
