@@ -190,7 +190,7 @@ class Passes:
         stage, tokens, width = recipe.stage, recipe.spec.micro_batch_tokens, recipe.config.hidden_size
         device, window = recipe.device.torch_device, recipe.spec.data.sequence_tokens
         self._positions = torch.arange(window, device=device)
-        by_bounds = takes_bounds(device, window, bf16=recipe.spec.precision == "bf16")
+        by_bounds = takes_bounds(device, window, bf16=PRECISIONS[recipe.spec.precision] is not None)
         module = built.flat.model if built.stage is None else built.stage.module
         self._attention = TrainingAttention(module, by_bounds=by_bounds)
         self.activation_bytes = activation_bytes(stage.activations, tokens, width)

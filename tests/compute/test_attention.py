@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -17,12 +18,12 @@ from p2ptrain.compute import attention, passes
 from p2ptrain.compute.attention import NAME, TrainingAttention, attend, by_kernel, each_text, takes_bounds
 from p2ptrain.compute.data import DataSpec
 from p2ptrain.compute.device import pick_device
-from p2ptrain.compute.model import Auto
+from p2ptrain.compute.model import Auto, ModelSpec
 from p2ptrain.compute.recipe import ModelRecipe
 from p2ptrain.compute.trainer import Trainer
-from tests.compute.families import FAMILIES, UNSPLIT
+from tests.compute.families import FAMILIES, UNSPLIT, make_of_bytes
 from tests.compute.test_packing import CONVERSATIONS, written
-from tests.compute.tiny_trainer import take_step, tiny, tiny_spec
+from tests.compute.tiny_trainer import take_step, tiny, tiny_spec, tiny_trainer
 
 from .pipelines import Pipeline
 
@@ -73,6 +74,30 @@ def test_losses_and_gradients_are_those_of_the_mask_of_transformers(
     assert {module.config._attn_implementation for module in modules} == {NAME}
     assert recipe.config._attn_implementation == "sdpa", "another model of this recipe computes as transformers does"
     assert (found.loss, found.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gpt_neox", "mixtral", "deepseek_v3"])
+def test_running_text_is_attended_without_a_mask(
+    text_file: Path, tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a GPU can take FlashAttention."""
+    make_of_bytes(family, tmp_path)
+    spec = ModelSpec(path=tmp_path)
+    whole, parts = tiny_trainer(text_file, model=spec), Pipeline(text_file, (0, 2, 6), model=spec)
+    seen: set[Any] = set()
+    function: Any = F.scaled_dot_product_attention
+
+    def watched(*inputs: Tensor, attn_mask: Tensor | None, is_causal: bool, **options: Any) -> Tensor:
+        seen.add((attn_mask is None, is_causal))
+        attended: Tensor = function(*inputs, attn_mask=attn_mask, is_causal=is_causal, **options)
+        return attended
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    take_step(whole, 0)
+    assert seen == {(True, True)}
+    seen.clear()
+    parts.run(0)
+    assert seen == {(True, True)}
 
 
 class Kernel:

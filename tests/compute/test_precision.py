@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from p2ptrain.compute.flat import FlatModel
 from p2ptrain.compute.local import LocalSpec
 from p2ptrain.compute.model import build_model
+from p2ptrain.compute.passes import PRECISIONS
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ResourceError
 from tests.compute.rounding import rounded_call
@@ -145,6 +146,21 @@ def test_each_pass_computes_with_the_present_weights(
     other.state.load_initial()
     take(0)
     assert passes == 4 * (3 + MICRO_BATCHES)
+
+
+def test_kernels_for_16_bits_are_for_all_arithmetic_in_bf16(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, bool] = {}
+
+    def takes_bounds(device: torch.device, window: int, *, bf16: bool) -> bool:
+        asked[precision] = bf16
+        return False
+
+    monkeypatch.setattr("p2ptrain.compute.passes.takes_bounds", takes_bounds)
+    for precision in PRECISIONS:
+        make_trainer(precision=precision)
+    assert asked == {"fp32": False, "tf32": False, "bf16": True, "bf16-weights": True}
 
 
 def test_a_recurrent_model_computes_with_rounded_weights(make_trainer: MakeTrainer) -> None:
