@@ -145,15 +145,16 @@ def device(
     profile: ProfileOption = "tiny",
     device: DeviceOption = "auto",
     steps: StepsOption = 40,
-    no_compiled: Annotated[bool, option("--no-compiled", "Leave out the compiled loop, which starts slowly.")] = False,
+    no_compiled: Annotated[bool, option("--no-compiled", "Leave out what compiles, which starts slowly.")] = False,
     sets: SetOption = [],  # noqa: B006 - Typer copies it
     as_json: JsonOption = False,
 ) -> None:
     """Compare one worker with the loop that a user of torch writes.
 
-    This worker, alone in its ring, takes turns block by block with a plain loop (transformers' model, autocast, clipped
-    gradients, fused AdamW) and with the same loop compiled, on one device, with the same weights, samples and
-    precision. Results: tokens a second, the use of the device's peak, and where a step's time goes.
+    This worker, alone in its ring, without and with compiled layers, takes turns block by block with a plain loop
+    (transformers' model, autocast, clipped gradients, fused AdamW) and with the same loop compiled, on one device, with
+    the same weights, samples and precision. Results: tokens a second, the use of the device's peak, and where a step's
+    time goes.
 
     \b
     Examples:

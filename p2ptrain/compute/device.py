@@ -40,8 +40,8 @@ class ComputeDevice:
 
     def wait(self) -> None:
         """Wait until it has computed what it was given."""
-        if self.kind == "cuda":
-            torch.cuda.synchronize(self.torch_device)
+        if self.kind != "cpu":
+            torch.accelerator.synchronize(self.torch_device)
 
     def enter_thread(self) -> None:
         """Let the calling thread, which is new, compute on it."""
@@ -225,7 +225,7 @@ def translate_out_of_memory(what: str, remedy: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceClock:
-    """Times the work of a device without waiting for it, except in ``wait``."""
+    """Times the work of a device without waiting for it."""
 
     device: torch.device
 
@@ -238,13 +238,8 @@ class DeviceClock:
         return event
 
     def between_s(self, first: Any, second: Any) -> float:
-        """Seconds between two marks; call ``wait`` before."""
+        """Seconds between two marks; call ``ComputeDevice.wait`` before."""
         return float(second - first if isinstance(first, float) else first.elapsed_time(second) / 1e3)
-
-    def wait(self) -> None:
-        """Wait until the device has done all that was started."""
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
 
 
 def compute_flops(kind: str, threads: int = 0, *, dtype: torch.dtype = torch.float32, rows: int = 0) -> float:

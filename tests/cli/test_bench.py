@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from configs.loader import load
+from configs.schema import Profile
 from p2ptrain.cli.bench import print_report
 from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import JobFailed, ResourceError
@@ -22,7 +24,15 @@ from p2ptrain.lab.bench.report import (
     human_rate,
 )
 from p2ptrain.lab.bench.runner import Bench
-from p2ptrain.lab.bench.training import compare_losses, summarize_device
+from p2ptrain.lab.bench.training import (
+    COMPILED,
+    PLAIN,
+    TIMES,
+    StepPlan,
+    compare_losses,
+    measure_steps,
+    summarize_device,
+)
 from roles.timed_model import text_after
 
 from .conftest import Command
@@ -154,6 +164,61 @@ def test_a_worker_beside_the_loops_on_its_device() -> None:
     del worker.facts["mfu"]
     summarize_device(case)
     assert "mfu" not in worker.facts
+
+
+class FakeTrainers:
+    """Members whose steps take a second. ``built``: the order to build."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.built = count, dict[str, Any]()
+
+    def __len__(self) -> int:
+        return self.count
+
+    async def all(self, do: str, **order: Any) -> list[dict[str, Any]]:
+        answer: dict[str, Any] = {"port": 1, "missing": "", "torch": "2"}
+        assert self.count > 1 or do != "open_gloo"
+        if do == "build":
+            self.built = order
+            answer = {"tokens_per_step": 100, "reduce_bytes": 1, "torch": "2"}
+            answer |= {"device": "a device", "parameters": 5, "flops_per_token": 0, "peak_flops": 1.0}
+        elif do == "train":
+            is_first, ours = order["first"] == 0, order["contender"] in self.built["specs"]
+            answer = {name: [0.1] * order["count"] * ours for name in TIMES}
+            answer |= {"seconds": [1.0] * order["count"], "losses": [1.0] * order["count"]}
+            answer["notices"] = ["compiled"] * (is_first and order["contender"] == "blocks")
+        return [answer] * self.count
+
+
+async def steps_of(workers: int, rivals: Sequence[str], *sets: str) -> tuple[dict[str, Any], BenchReport]:
+    profile, members = load("tiny", {}, sets).profile, FakeTrainers(workers)
+    plan = StepPlan(profile, "tiny", workers, 1, 7, BenchRing(), rivals, "cuda")
+    await measure_steps(OpenBench(members), plan, report := plan.report())
+    return members.built, report
+
+
+async def test_blocks_change_in_no_contender_while_it_is_measured() -> None:
+    async def modes_of(workers: int, *sets: str) -> dict[str, str]:
+        built, _ = await steps_of(workers, [PLAIN, COMPILED] if workers == 1 else ["ddp"], *sets)
+        assert built["device"] == "cuda"
+        return {name: Profile.from_spec_untrusted(spec).device.compile for name, spec in built["specs"].items()}
+
+    assert await modes_of(1) == await modes_of(1, "device.compile=on") == {"ring": "off", "blocks": "on"}
+    assert await modes_of(1, "device.precision=tf32") == {"ring": "off"}
+    assert await modes_of(1, "job.exact=true") == {"ring": "off", "usual": "off"}
+    assert await modes_of(2) == {"ring": "off"}
+    assert await modes_of(2, "device.compile=on") == {"ring": "on"}
+
+
+async def test_a_worker_alone_needs_no_gloo_and_tells_what_was_compiled() -> None:
+    built, report = await steps_of(1, [PLAIN, COMPILED])
+    assert built["rivals"] == [PLAIN, COMPILED]
+    assert "compiled" in report.notes
+    (case,) = report.cases
+    assert list(case.contenders) == ["ring", "blocks", PLAIN, COMPILED]
+    assert {len(each.seconds) for each in case.contenders.values()} == {7}
+    assert (case.facts["worker_to_plain"], case.facts["blocks_to_compiled"], report.torch) == (1.0, 1.0, "2")
+    assert (await steps_of(1, [PLAIN]))[0]["specs"].keys() == {"ring"}
 
 
 # ----------------------------------------------------------------------------------------------------------- generate

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from p2ptrain.compute.device import DeviceClock, flushed_denormals, pick_device, share_cores
+from p2ptrain.compute.device import ComputeDevice, DeviceClock, flushed_denormals, pick_device, share_cores
 from p2ptrain.core.errors import ConfigError, UserError
 
 
@@ -110,23 +110,22 @@ def test_the_clock_of_a_gpu_reads_events_after_it_has_waited(monkeypatch: pytest
             recorded.append(self)
 
         def elapsed_time(self, other: Event) -> float:
-            assert awaited == [device], "not reached yet"
+            assert awaited == [device.torch_device], "not reached yet"
             return other.at_ms - self.at_ms
 
-    recorded, awaited, device = list[Event](), list[torch.device](), torch.device("cuda", 1)
+    recorded, awaited, device = list[Event](), list[torch.device](), ComputeDevice(torch.device("cuda", 1), "a GPU")
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda of: f"stream of {of}")
     monkeypatch.setattr(torch.accelerator, "synchronize", awaited.append)
-    clock = DeviceClock(device)
+    clock = DeviceClock(device.torch_device)
     first, _, third = clock.mark(), clock.mark(), clock.mark()
     assert not awaited, "marks do not wait"
     assert recorded[0].stream == "stream of cuda:1"
-    clock.wait()
+    device.wait()
     assert clock.between_s(first, third) == 2e-3
 
 
 def test_the_clock_of_a_cpu_is_the_hosts() -> None:
     clock = DeviceClock(torch.device("cpu"))
     first = clock.mark()
-    clock.wait()
     assert clock.between_s(first, first + 1.5) == 1.5

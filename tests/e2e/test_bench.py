@@ -74,7 +74,6 @@ async def test_training_steps_beside_ddp(machine: Any, environment: dict[str, st
 
 @pytest.mark.slow
 async def test_one_worker_beside_the_plain_loop(machine: Any) -> None:
-    """The compiled loop needs a compiler and a minute; tests/compute/test_rivals.py has its part."""
     options = ("--device", "cpu", "--steps", "6", "--no-compiled", "--json", *machine.settings())
     (found,) = (await document(await machine.start("bench", "device", *options)))["results"]
     worker, plain = found["contenders"]["ring"], found["contenders"]["plain"]
@@ -88,6 +87,20 @@ async def test_one_worker_beside_the_plain_loop(machine: Any) -> None:
     assert found["worker_to_compiled"] is None
     assert sum(found["phases_s"].values()) == pytest.approx(sum(worker["seconds"]) / 6)
     assert worker["mfu"] == pytest.approx(worker["tokens_per_s"] * found["flops_per_token"] / found["peak_flops"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("P2PTRAIN_LONG" not in os.environ, reason="compiles for a minute: P2PTRAIN_LONG=1")
+async def test_a_worker_with_compiled_blocks_beside_the_compiled_loop(machine: Any) -> None:
+    options = ("--device", "cpu", "--steps", "6", "--json", *machine.settings(model__layers=1))
+    process = await machine.start("bench", "device", *options)
+    await process.until(r"round 1")
+    report = await document(process)
+    (found,) = report["results"]
+    assert set(found["contenders"]) == {"ring", "blocks", "plain", "compiled"}
+    assert found["blocks_to_compiled"] > 0
+    assert found["largest_relative_loss_difference"] < 1e-3
+    assert any("used from step 3" in note for note in report["notes"]), "before the first measured step"
 
 
 async def test_schedules_of_a_pipeline_over_a_slow_link(machine: Any) -> None:

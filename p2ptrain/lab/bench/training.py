@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from p2ptrain.compute.gloo import GlooGroup
     from p2ptrain.compute.rivals import TorchTrainer
 
-RING, USUAL = "ring", "usual"
-"""The contenders of this project: as the profile says; and without exact mode, if the profile has it."""
+RING, USUAL, BLOCKS = "ring", "usual", "blocks"
+"""The contenders of this project: as the profile says; without exact mode, if the profile has it; with compiled blocks,
+for a worker alone."""
 DDP, PLAIN, COMPILED = "ddp", "plain", "compiled"
 GROUPED = {DDP: "DDP on Gloo", "ddp-p2p": "DDP on p2p", "fsdp2": "FSDP2 on Gloo", "fsdp2-p2p": "FSDP2 on p2p"}
 RIVALS = GROUPED | {PLAIN: "plain loop", COMPILED: "compiled loop"}
@@ -90,11 +91,16 @@ class StepPlan:
 
 async def measure_steps(bench: Bench, plan: StepPlan, report: BenchReport) -> None:
     ring, exact, profile = plan.ring, plan.profile.job.exact, plan.profile
+    if plan.is_alone or profile.device.compile == "auto":  # else the blocks may change while they are measured
+        profile = _changed(profile, "device", compile="off")
     codec, modes = f", {ring.codec}" * (ring.codec != "fp32"), {RING: profile}
     contenders = {RING: Contender("this worker" if plan.is_alone else f"this ring{', exact' * exact}{codec}")}
     if exact:  # the usual mode shows what exact mode costs
         contenders[USUAL] = Contender(f"this ring{codec}")
-        modes[USUAL] = profile.model_copy(update={"job": profile.job.model_copy(update={"exact": False})})
+        modes[USUAL] = _changed(profile, "job", exact=False)
+    elif COMPILED in plan.rivals and profile.device.precision != "tf32":  # whose blocks are never compiled
+        contenders[BLOCKS] = Contender("this worker, compiled")
+        modes[BLOCKS] = _changed(profile, "device", compile="on")
     async with bench.members(plan.workers, threads=plan.threads) as members:
         await form_ring(bench, members, ring)
         bench.progress("loading torch, the model and the data")
@@ -123,6 +129,7 @@ async def measure_steps(bench: Bench, plan: StepPlan, report: BenchReport) -> No
             steps_done[name] += count
             answers = await members.all("train", contender=name, first=first, count=count, seconds=count * STEP_S)
             facts["losses"] += answers[0]["losses"]
+            report.notes += answers[0]["notices"]
             for fact in TIMES if first and name in modes else ():
                 steps = zip(*(answer[fact] for answer in answers), strict=True)
                 facts[fact] += [mean(step) for step in steps]
@@ -131,6 +138,10 @@ async def measure_steps(bench: Bench, plan: StepPlan, report: BenchReport) -> No
         await bench.interleave(report, case, sample, rounds=math.ceil(plan.steps / BLOCK_STEPS))
     report.torch = facts.pop("torch", report.torch)
     report.notes += (summarize_device if plan.is_alone else summarize)(case) + compare_losses(case)
+
+
+def _changed(profile: Profile, table: str, **values: Any) -> Profile:
+    return profile.model_copy(update={table: getattr(profile, table).model_copy(update=values)})
 
 
 def summarize(case: Case) -> list[str]:
@@ -155,6 +166,7 @@ def summarize_device(case: Case) -> list[str]:
     """As ``summarize``, of a worker alone."""
     worker, facts = case.contenders[RING], case.facts
     facts |= {"worker_to_plain": case.ratio(PLAIN, RING), "worker_to_compiled": case.ratio(COMPILED, RING)}
+    facts |= {"blocks_to_plain": case.ratio(PLAIN, BLOCKS), "blocks_to_compiled": case.ratio(COMPILED, BLOCKS)}
     phases_s = {title: mean(worker.facts[name]) for name, title in PHASES.items()}
     phases_s["other"] = max(0.0, mean(worker.seconds) - math.fsum(phases_s.values()))
     facts["phases_s"] = phases_s
@@ -163,6 +175,9 @@ def summarize_device(case: Case) -> list[str]:
         f"{facts['device']}; {facts['parameters']:,} parameters; {case.amount:,.0f} tokens a step",
         f"a step of this worker: {parts}",
     ]
+    if facts["blocks_to_plain"] and facts["blocks_to_compiled"]:
+        ratios = f"{times(facts['blocks_to_plain'])} the plain loop, {times(facts['blocks_to_compiled'])} the compiled"
+        notes.append(f"this worker, compiled: {ratios} loop")
     if facts["flops_per_token"]:
         for each in case.contenders.values():
             each.facts["mfu"] = facts["flops_per_token"] * case.amount / each.median_s / facts["peak_flops"]
@@ -176,13 +191,12 @@ def summarize_device(case: Case) -> list[str]:
 
 
 def compare_losses(case: Case) -> list[str]:
-    """Add the largest difference from the rivals' losses to the facts of ``case``. Returns a note that says it."""
-    losses = case.contenders[RING].facts["losses"]
-    rivals = [contender.facts["losses"] for name, contender in case.contenders.items() if name in RIVALS]
-    pairs = [pair for rival in rivals for pair in zip(losses, rival, strict=False)]
+    """Add the largest difference from the others' losses to the facts of ``case``. Returns a note that says it."""
+    losses, *others = (contender.facts["losses"] for contender in case.contenders.values())
+    pairs = [pair for other in others for pair in zip(losses, other, strict=False)]
     if not pairs:
         return []
-    largest = max(abs(loss - rival_loss) / abs(rival_loss) for loss, rival_loss in pairs)
+    largest = max(abs(loss - other_loss) / abs(other_loss) for loss, other_loss in pairs)
     case.facts["largest_relative_loss_difference"] = largest
     return [f"losses of the same {len(losses)} steps differ by {largest:.1e} at most, relative"]
 
@@ -202,7 +216,8 @@ class TrainingMember:
 
     def __init__(self, session: RingSession, gloo: GlooGroup | None) -> None:
         self._session, self._gloo, self._compute = session, gloo, ComputeThread()
-        self._strategies: dict[str, Strategy] = {}  # of this project, one for each mode
+        self._engines: dict[str, Engine] = {}  # of this project, one for each mode
+        self._strategies: dict[str, Strategy] = {}
         self._lineages: dict[str, str] = {}  # of the steps that each has committed
         self._rivals: dict[str, TorchTrainer] = {}
         self._first = self._count = 0
@@ -218,9 +233,9 @@ class TrainingMember:
         """
         from p2ptrain.compute.device import DeviceClock, pick_device
 
-        session, engines, profile = self._session, dict[str, Engine](), Profile.from_spec_untrusted(specs[RING])
+        session, engines, profile = self._session, self._engines, Profile.from_spec_untrusted(specs[RING])
         chosen, run = pick_device(device, threads), self._compute.run
-        self._clock = DeviceClock(chosen.torch_device)
+        self._device, self._clock = chosen, DeviceClock(chosen.torch_device)
         for name, mode in ((name, Profile.from_spec_untrusted(spec)) for name, spec in specs.items()):
             engines[name] = engine = await run(_build_engine, mode, device, threads, micro_batch_s)
             strategy = strategy_of(mode)(engine, self._compute, self._on_micro_batch, mode.ring.bucket_bytes)
@@ -248,19 +263,26 @@ class TrainingMember:
         ``TIMES``. A GPU is awaited at the end of the block only, so there each step has the mean of the block."""
         rival, marks = self._rivals.get(contender), list[list[Any]]()
         answer: Answer = {"seconds": [], "losses": [], "computed_s": 0.0, **{name: [] for name in TIMES}}
+        engine: Any = self._engines.get(contender)
+        compiler = getattr(engine, "compiler", None)
         bytes_before, began = self._session.links.bytes_out, time.perf_counter()
         for step in range(first, first + count):
             step_began = time.perf_counter()
             if rival is not None:
                 await self._compute.run(rival.step, step, self._first, self._count)
             else:
+                if step == WARM_STEPS - 1 and compiler is not None and compiler.thread.is_alive():
+                    await self._compute.run(compiler.thread.join)  # this step begins to use what it compiled
                 marks.append(await self._run_step(contender, step, answer))
             answer["seconds"].append(time.perf_counter() - step_began)
-        await self._compute.run(self._clock.wait)
-        if self._clock.device.type != "cpu":
+        await self._compute.run(self._device.wait)
+        if self._device.kind != "cpu":
             answer["seconds"] = [(time.perf_counter() - began) / count] * count
         if rival is not None:
             answer["losses"] = await self._compute.run(rival.losses)
+        answer["notices"] = [text for _, text in engine.notices] if engine is not None else []
+        if engine is not None:
+            engine.notices.clear()
         for moments in marks:
             for name, (before, after) in zip(PHASES, pairwise(moments), strict=True):
                 answer[name].append(self._clock.between_s(before, after))
