@@ -45,12 +45,12 @@ class TrainingAttention:
             for part in (part for part in module.modules() if hasattr(part, "config")):
                 part.config._attn_implementation = NAME  # the layers of a part have the configuration of the whole
 
-    def arguments(self, positions: Tensor | None, bounds: Tensor | None, longest: int) -> dict[str, Any]:
+    def arguments(self, positions: Tensor | None, bounds: Tensor | None) -> dict[str, Any]:
         """What a forward pass needs beside the positions. See ``passes.DeviceBatch``."""
         if positions is None or not self.is_plain:
             return {}
         if self._by_bounds:
-            return {"cu_seq_lens_q": bounds, "max_length_q": longest}
+            return {"cu_seq_lens_q": bounds}
         texts = (positions == 0).cumsum(1)
         return {"attention_mask": (texts[:, None, :, None] == texts[:, None, None, :]).tril()}
 
@@ -68,19 +68,19 @@ def attend(
     """Causal attention of queries (B, heads, T, width), keys and values (B, key heads, T, width); (B, T, heads, width).
     ``cu_seq_lens_q``: bounds, in B T positions, of texts that are kept apart; without it a window is one text."""
     bounds: Tensor | None = options.pop("cu_seq_lens_q", None)
-    longest: int = options.pop("max_length_q", 0)
     if bounds is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     has_kernel = q.shape[-1] == v.shape[-1] <= 256 and q.shape[-1] % 8 == 0
     call = BY_DEVICE.get(q.device.type, each_text) if has_kernel else each_text
-    attended = call(q, k, v, bounds, longest, scale=options.get("scaling"))
+    attended = call(q, k, v, bounds, query.shape[2], scale=options.get("scaling"))
     return attended.view(len(query), -1, *attended.shape[1:]), None
 
 
 def each_text(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, *, scale: float | None) -> Tensor:
-    """Attention of the texts one after another. ``q``, ``k``, ``v``, result: (B T, heads, width)."""
-    lengths, grouped = bounds.diff().tolist(), q.shape[1] != k.shape[1]
+    """Attention of the texts, of at most ``longest`` positions, one after another. ``q``, ``k``, ``v``, result: (B T,
+    heads, width)."""
+    lengths, grouped = list(filter(None, bounds.diff().tolist())), q.shape[1] != k.shape[1]
     texts = zip(*(torch.split(x.transpose(0, 1)[None], lengths, 2) for x in (q, k, v)), strict=True)
     sdpa = partial(F.scaled_dot_product_attention, is_causal=True, scale=scale, enable_gqa=grouped)
     return torch.cat([sdpa(*text)[0].transpose(0, 1) for text in texts])

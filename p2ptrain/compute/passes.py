@@ -56,15 +56,14 @@ class DeviceBatch:
     """``compute.data.TokenBatch`` on the device: inputs, targets and positions (B, T).
 
     Attributes:
-        bounds: of the conversations among all B T positions, int32: the start of each, and B T. None without positions.
-        longest: tokens of the longest conversation.
+        bounds: of the conversations among all B T positions, int32: the start of each, and then B T, repeated so that
+            compiled code meets few shapes. None without positions.
     """
 
     inputs: Tensor
     targets: Tensor
     positions: Tensor | None
     bounds: Tensor | None = None
-    longest: int = 0
 
 
 class MicroBatchReader:
@@ -149,9 +148,10 @@ class MicroBatchReader:
         inputs, targets = self._on_device(batch.inputs), self._on_device(batch.targets)
         if batch.positions is None:
             return DeviceBatch(inputs, targets, None)
-        bounds = np.append(np.flatnonzero(batch.positions == 0), batch.positions.size)
-        placed = self._on_device(batch.positions), self._on_device(bounds.astype(np.int32))
-        return DeviceBatch(inputs, targets, *placed, int(np.diff(bounds).max()))
+        starts = np.flatnonzero(batch.positions == 0)
+        bounds = np.full((1 << (len(starts) - 1).bit_length()) + 1, batch.positions.size, np.int32)
+        bounds[: len(starts)] = starts
+        return DeviceBatch(inputs, targets, self._on_device(batch.positions), self._on_device(bounds))
 
     def _on_device(self, array: npt.NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(array)
@@ -294,7 +294,7 @@ class Passes:
     def _forward(self, x: Tensor, batch: DeviceBatch) -> Tensor:
         """Hidden states (B, T, width); on the last stage logits (B, T, vocab)."""
         built, positions = self._built, batch.positions
-        apart = self._attention.arguments(positions, batch.bounds, batch.longest)
+        apart = self._attention.arguments(positions, batch.bounds)
         # FSDP2 casts the parameters itself.
         is_mixed = self._recipe.spec.precision == "bf16" and self._recipe.shard is None
         device = self._recipe.device.torch_device

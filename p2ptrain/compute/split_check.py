@@ -108,9 +108,9 @@ def _keeps_texts_apart(config: PretrainedConfig, split: bool) -> bool:
             window = ids
             for part in parts:
                 attention = TrainingAttention(part.module, by_bounds=by_bounds)
-                window = part.forward(window, positions, **attention.arguments(positions, bounds, max(lengths)))
+                window = part.forward(window, positions, **attention.arguments(positions, bounds))
             if not split:
-                apart = TrainingAttention(model, by_bounds=by_bounds).arguments(positions, bounds, max(lengths))
+                apart = TrainingAttention(model, by_bounds=by_bounds).arguments(positions, bounds)
                 window = model(input_ids=ids, position_ids=positions, use_cache=False, **apart).logits
             if not torch.allclose(window, alone, rtol=1e-4, atol=1e-5):
                 return False

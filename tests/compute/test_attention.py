@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig
 
 from p2ptrain.compute import attention, passes
@@ -27,7 +28,7 @@ from tests.compute.tiny_trainer import take_step, tiny, tiny_spec, tiny_trainer
 
 from .pipelines import Pipeline
 
-BOUNDS = torch.tensor([0, 7, 8, 18, 25, 26, 36], dtype=torch.int32)
+BOUNDS = torch.tensor([0, 7, 8, 18, 25, 26, 36, 36, 36], dtype=torch.int32)
 
 
 def rows(*, heads: int, width: int = 16, seed: int = 0) -> Tensor:
@@ -123,7 +124,7 @@ class Kernel:
         assert {q.dtype, k.dtype, v.dtype} == {torch.bfloat16}
         assert (q.shape, k.shape, v.shape) == ((36, 4, 16), (36, 2, 16), (36, 2, 16))
         assert (starts.tolist(), key_starts is starts, starts.dtype) == (BOUNDS.tolist(), True, torch.int32)
-        assert (longest, longest_keys, window_size, enable_gqa) == (10, 10, (-1, 0), True), "causal"
+        assert (longest, longest_keys, window_size, enable_gqa) == (18, 18, (-1, 0), True), "causal"
         return each_text(q, k, v, starts, longest, scale=scale)
 
 
@@ -133,7 +134,7 @@ def test_a_kernel_gets_the_texts_of_all_windows_in_16_bits(
 ) -> None:
     """Under autocast queries and keys come in fp32, because rotary positions are."""
     q, k, v = rows(heads=4), rows(heads=2, seed=1), rows(heads=2, seed=2)
-    placed = {"cu_seq_lens_q": BOUNDS, "max_length_q": 10, "scaling": scale}
+    placed = {"cu_seq_lens_q": BOUNDS, "scaling": scale}
     expected, _ = attend(SimpleNamespace(), q, k, v, None, **placed)
     assert not torch.allclose(expected, attend(SimpleNamespace(), q, k, v, None, **placed | {"scaling": 1.0})[0])
     kernel = Kernel()
@@ -145,13 +146,52 @@ def test_a_kernel_gets_the_texts_of_all_windows_in_16_bits(
     assert kernel.calls == 1
 
 
+def test_torch_takes_the_call_of_its_kernel() -> None:
+    """Without a GPU: torch only tells what the call gives."""
+    with FakeTensorMode():
+        q, k = (torch.empty(36, heads, 16, dtype=torch.bfloat16, device="cuda") for heads in (4, 2))
+        found = by_kernel(q, k, k, torch.empty(9, dtype=torch.int32, device="cuda"), 18, scale=None)
+    assert (found.shape, found.dtype) == (q.shape, torch.bfloat16)
+
+
+def test_a_compiled_block_has_the_call_of_the_kernel_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one graph: nothing falls back to Python."""
+    monkeypatch.setitem(attention.BY_DEVICE, "cpu", partial(by_kernel, kernel=lambda q, *_, **__: 2 * q))
+    kind, sizes = FAMILIES["llama"]
+    model = Auto.from_config(AutoConfig.for_model(kind, **sizes | {"num_hidden_layers": 1}))
+    model.get_input_embeddings().requires_grad_(False)  # torch.compile warns of inputs that are computed
+    placed = TrainingAttention(model, by_bounds=True).arguments(torch.arange(18).expand(2, -1), BOUNDS)
+    ids, (block,) = torch.arange(36).view(2, 18), model.model.layers
+    forward = block.forward
+    for given in ({}, placed):
+        block.forward = forward
+        expected = model(input_ids=ids, use_cache=False, **given).logits
+        block.forward = torch.compile(forward, backend="eager", fullgraph=True)
+        assert torch.allclose(model(input_ids=ids, use_cache=False, **given).logits, expected)
+
+
+def test_bounds_are_the_starts_of_conversations_in_few_shapes(tmp_path: Path) -> None:
+    recipe = ModelRecipe(tiny_spec("unused", **settings(tmp_path)), pick_device("cpu", 1))
+    batches = passes.MicroBatchReader(recipe)
+    batch = batches.training_batch(0, 0)
+    assert batch.positions is not None
+    assert batch.bounds is not None
+    starts = (batch.positions.flatten() == 0).nonzero().flatten().tolist()
+    assert len(starts) > 4
+    padding = [batch.positions.numel()] * (len(batch.bounds) - len(starts))
+    assert (batch.bounds.tolist(), batch.bounds.dtype) == (starts + padding, torch.int32)
+    numbers = range(batches.count)
+    sizes = [len(bounds) - 1 for index in numbers if (bounds := batches.training_batch(0, index).bounds) is not None]
+    assert set(sizes) <= {4, 8, 16, 32}
+
+
 @pytest.mark.parametrize(("width", "value_width"), [(16, 24), (12, 12), (264, 264)])
 def test_widths_that_the_kernel_lacks_are_computed_without_it(
     monkeypatch: pytest.MonkeyPatch, width: int, value_width: int
 ) -> None:
     monkeypatch.setitem(attention.BY_DEVICE, "cpu", Kernel())
     q, k, v = rows(heads=4, width=width), rows(heads=4, width=width), rows(heads=4, width=value_width)
-    found, _ = attend(SimpleNamespace(), q, k, v, None, cu_seq_lens_q=BOUNDS, max_length_q=10)
+    found, _ = attend(SimpleNamespace(), q, k, v, None, cu_seq_lens_q=BOUNDS)
     assert found.shape == (2, 18, 4, value_width)
 
 
@@ -163,7 +203,7 @@ def test_families_with_other_masks_keep_those_of_transformers(name: str) -> None
     before = model.config._attn_implementation
     chosen = TrainingAttention(model, by_bounds=True)
     assert (chosen.is_plain, model.config._attn_implementation) == (False, before)
-    assert chosen.arguments(torch.arange(18).expand(2, -1), BOUNDS, 18) == {}
+    assert chosen.arguments(torch.arange(18).expand(2, -1), BOUNDS) == {}
 
 
 def test_a_cpu_takes_bounds_of_long_windows_and_other_devices_a_mask() -> None:
