@@ -167,6 +167,29 @@ def test_blocks_of_two_kinds_are_compiled_each(text_file: Path, device: ComputeD
     assert backend.calls == (STEPS - 2) * LAYERS * MICRO_BATCHES + 2 * (1 + TIMED_PASSES)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch.compile reads it
+def test_code_fits_conversations_of_other_lengths(
+    text_file: Path,
+    base: Path,
+    tmp_path: Path,
+    device: ComputeDevice,
+    backend: Backend,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where attention takes their bounds, which are as many as there are conversations in a micro-batch."""
+    monkeypatch.setattr("p2ptrain.compute.passes.takes_bounds", lambda *_, **__: True)
+    changes = changes_of("chats", base, tmp_path) | {"model": tiny(context=160), "device": device}
+    changes["data"] = changes["data"].model_copy(update={"sequence_tokens": 128})
+    plain, trainer = tiny_trainer(text_file, **changes), tiny_trainer(text_file, compile="on", **changes)
+    calls = []
+    for step in range(6):
+        assert run_step(trainer, step) == pytest.approx(run_step(plain, step), rel=1e-5)
+        join(trainer)
+        calls.append(backend.calls)
+    assert calls[5] - calls[4] == calls[4] - calls[3]
+    assert calls[5] > calls[4]
+
+
 def test_steps_go_on_while_blocks_are_compiled(text_file: Path, device: ComputeDevice, backend: Backend) -> None:
     trainer = tiny_trainer(text_file, device=device, compile="on")
     backend.may_compile.clear()
