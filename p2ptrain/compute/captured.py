@@ -4,8 +4,10 @@ For one new position, or few, launching the kernels takes a GPU longer than runn
 kernels of a step once and launches all of them in one call, on the same memory. So what differs between steps is in
 tensors: token ids or hidden states, and positions. A step writes keys and values at its positions in the session's
 memory, and attends to a *bucket*: the first 2^n positions there, with a mask of later ones, which transformers makes as
-for its ``StaticCache``. A text that outgrows its bucket takes another capture. A model whose code does not support that
-cache, or reads values from the device, runs as usual, because its capture fails.
+for its ``StaticCache``. A text that outgrows its bucket takes another capture.
+
+Models of other families than ``FAMILIES`` run as usual, and so does a part of which a capture failed, for example
+because its code reads a value from the device.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from transformers.cache_utils import StaticLayer
 from p2ptrain.compute.key_value_cache import KeyValueCache
 from p2ptrain.compute.model import first_line
 from p2ptrain.compute.part import PartModel
+from p2ptrain.core.tensor_files import SPLIT_FAMILIES
 
 Replay = Callable[[], Tensor]
 Capture = Callable[[Replay], Replay]
@@ -37,6 +40,9 @@ MOST_ROWS = 16
 SMALLEST_BUCKET, LARGEST_BUCKET = 256, 4096
 """The largest is an estimate. With a mask, attention does not split a text over the processors of a GPU, so for a long
 one it may take longer than the launches that a replay saves."""
+
+FAMILIES = frozenset(SPLIT_FAMILIES) - {"falcon"}
+"""``model_type`` of models whose steps tests capture. Falcon's code makes index tensors of lists, on the host."""
 
 
 class _StaticLayer(StaticLayer):
@@ -52,7 +58,17 @@ class _StaticLayer(StaticLayer):
         self._values.index_copy_(2, self._positions, value_states.to(self._values.dtype))
         return self._keys, self._values
 
-    def get_seq_length(self) -> Any:
+    def get_seq_length(self) -> int:
+        """The most positions before a step. Models take only sizes from it, because a part gives them positions."""
+        return self.max_cache_len - len(self._positions)
+
+
+class _StaticCache(Cache):
+    def __init__(self, layers: list[Any], positions: Tensor) -> None:
+        super().__init__(layers=layers)
+        self._positions = positions
+
+    def get_query_offset(self, layer_idx: int = 0) -> Any:  # masks are made from it
         return self._positions[0]
 
 
@@ -68,6 +84,12 @@ class CapturedStep:
 
 SessionSteps = dict[tuple[int, int], int | CapturedStep]
 """By number of positions and rows of logits: how many usual steps a session had, or what was captured after them."""
+
+
+def can_capture(model: Any) -> bool:
+    """Whether this code supports steps of ``model``, a ``PartModel`` or a ``WholeModel``, with this transformers."""
+    is_known = isinstance(model, PartModel) and model.config.model_type in FAMILIES
+    return is_known and not model.switches and hasattr(Cache, "get_query_offset")
 
 
 class PassRunner:
@@ -116,7 +138,7 @@ class PassRunner:
         model, x = self._model, x.clone()
         positions = torch.arange(start, start + len(x), device=x.device)
         layers = [_StaticLayer(*memory, positions) for memory in cache.memory(bucket)]
-        static = cast(KeyValueCache, Cache(layers=cast("list[Any]", layers)))
+        static = cast(KeyValueCache, _StaticCache(layers, positions))
         replay = capture(lambda: model.forward(x[None], positions, static, logits=rows)[0])
         return CapturedStep(bucket, x, positions, replay)
 
@@ -132,14 +154,13 @@ class CudaCapture:
     def __call__(self, step: Replay) -> Replay:
         usual = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(usual)
-        with torch.cuda.stream(self._stream):
+        graph, pool = torch.cuda.CUDAGraph(), next((other.pool() for other in self._graphs), None)
+        with torch.cuda.stream(self._stream):  # ``graph`` does not leave it if the capture fails
             for _ in range(2):  # libraries load kernels and allocate workspaces, which a capture cannot
                 step()
-        graph = torch.cuda.CUDAGraph()
-        pool = next((other.pool() for other in self._graphs), None)
-        # Other threads of the process may allocate meanwhile.
-        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
-            out = step()
+            # Other threads of the process may allocate meanwhile.
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+                out = step()
         usual.wait_stream(self._stream)
         self._graphs.add(graph)
 

@@ -25,7 +25,7 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 
 from p2ptrain.compute.activations import DTYPES, bytes_of, decode_untrusted, encode, ids_untrusted
 from p2ptrain.compute.adapter import MergedTable
-from p2ptrain.compute.captured import Capture, CudaCapture, PassRunner, SessionSteps
+from p2ptrain.compute.captured import Capture, CudaCapture, PassRunner, SessionSteps, can_capture
 from p2ptrain.compute.device import ComputeDevice, check_memory, pick_device, translate_out_of_memory
 from p2ptrain.compute.key_value_cache import KeyValueCache
 from p2ptrain.compute.layout import LayerRange, NotSplit, layer_sizes, split_refusal
@@ -224,10 +224,9 @@ class ServedPart:
             self.capture_steps(CudaCapture(device.torch_device))
 
     def capture_steps(self, capture: Capture) -> None:
-        """Replay decoding steps from now on, if the model is declared to support static caches."""
-        model = self._model
-        if isinstance(model, PartModel) and model.module._can_compile_fullgraph and not model.switches:
-            self._runner = PassRunner(model, capture)
+        """Replay decoding steps from now on, if the model's can be captured."""
+        if can_capture(self._model):
+            self._runner = PassRunner(self._model, capture)
 
     @property
     def cache_bytes(self) -> int:

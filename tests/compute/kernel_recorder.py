@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-_READING = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select", "bincount"}
-"""Operations that return a value, or a tensor whose size depends on values. A step runs in inference mode, where torch
-shows some of them before it takes them apart."""
+_READING = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select", "bincount", "lift_fresh"}
+"""Operations that return a value, or a tensor whose size depends on values; ``lift_fresh`` makes a tensor of Python
+numbers, which is a copy from the host. A step runs in inference mode, where torch does not take all of them apart."""
 
 
 class KernelRecorder:
     """Records the operations of a step and repeats them, without the step's Python code. As on a GPU, a step that reads
-    a value of a tensor cannot be captured, and each result is in the same memory.
+    a value of a tensor, or copies one from the host, cannot be captured, and each result is in the same memory.
 
     Attributes:
         captures: number of steps captured; replays: of their repetitions.
