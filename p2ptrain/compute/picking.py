@@ -9,9 +9,10 @@ with the largest probability / noise. The noise depends on the sample index alon
 one tokenizer often have vocabularies padded to different sizes. Then the drafter makes noise of the verifier's size
 (``Sampling.vocab_size``), so that each token has the same noise on both sides.
 
-Generators of different devices produce different numbers from one seed. So all work is done on the CPU, as transformers
-does on a CPU. A last stage that is replaced by one on another device continues the same text, if its logits are the
-same. One token costs the transfer of one row, 4 bytes per vocabulary entry.
+Generators of different devices produce different numbers from one seed. So tokens are sampled on the CPU, as
+transformers does on a CPU. A last stage that is replaced by one on another device continues the same text, if its
+logits are the same. At temperature 0, and with ``top_k``, a GPU selects the entries that can be picked, and only these
+are copied. Else one token costs the transfer of one row, 4 bytes per vocabulary entry.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ MAX_STATES = 128
 """Generator states that a picker keeps, 5 KB each. Going back by more samples begins with the seed again."""
 _LARGE_VOCABULARY = 4096
 """Entries from which ``_exponential_from_uniform`` is faster than torch's ``exponential_``."""
+_TIES = 64
+"""More entries than ``top_k`` that are copied from a GPU: entries equal to the last of the k can be picked, too."""
 _SMALL_NUCLEUS = 4096
 """Most remaining entries of a row for which ``_remove_tail`` is faster than a full sort."""
 
@@ -47,14 +50,15 @@ class Picker:
 
     Args:
         max_states: affects speed only.
+        selects_first: select entries on the logits' device before the copy. Affects speed only: faster on a GPU.
 
     Raises:
         UserError: ``sampling`` has an invalid value.
     """
 
-    def __init__(self, sampling: Sampling, *, max_states: int = MAX_STATES) -> None:
+    def __init__(self, sampling: Sampling, *, max_states: int = MAX_STATES, selects_first: bool = False) -> None:
         check_sampling(sampling)
-        self._sampling = sampling
+        self._sampling, self._selects_first = sampling, selects_first
         self._has_few_entries = sampling.top_p < 1.0 and 0 < sampling.top_k <= _SMALL_NUCLEUS
         self._warp = make_warpers(sampling, top_p=not self._has_few_entries)
         self._generator = torch.Generator("cpu").manual_seed(sampling.seed)
@@ -67,8 +71,14 @@ class Picker:
         ``sample_index + i``. Raises ``JobFailed``: a logit is not finite."""
         # A row is little work. On a busy machine several threads would spend the time waiting for one another.
         with one_thread():
+            is_greedy = self._sampling.temperature <= COLDEST
+            if is_greedy and self._selects_first:
+                # Of equal entries the first one, as below.
+                values, tokens = _to_host(*logits[:, : self._sampling.vocab_size or None].max(-1))
+                _check_finite(values)
+                return tuple(tokens.tolist())
             scores = self._scores(logits)
-            if self._sampling.temperature <= COLDEST:
+            if is_greedy:
                 return tuple(scores.argmax(-1).tolist())
             warped = self._warp(_NO_IDS, scores)
             if self._has_few_entries:
@@ -79,14 +89,23 @@ class Picker:
 
     def _scores(self, logits: Tensor) -> Tensor:
         """A copy that warpers may write into: (rows, entries that may be picked), float32, on the CPU."""
-        scores = logits.to(device="cpu", dtype=torch.float32, copy=True)
-        scores = scores[:, : self._sampling.vocab_size or None]
-        if not scores.amax(-1).isfinite().all():  # a row's maximum is NaN if any entry is
-            raise JobFailed(
-                "the model's logits are not finite, so no next token can be chosen",
-                remedy="compute in fp32 or bf16 (fp16 overflows in some models), and check the model's files",
-            )
+        scores = self._selected_scores(logits) if self._selects_first else None
+        if scores is None:
+            scores = logits.to(device="cpu", dtype=torch.float32, copy=True)
+            scores = scores[:, : self._sampling.vocab_size or None]
+        _check_finite(scores.amax(-1))  # a row's maximum is NaN if any entry is
         return scores
+
+    def _selected_scores(self, logits: Tensor) -> Tensor | None:
+        """``_scores`` of the entries that ``top_k`` leaves, and minus infinity for others. None: they are not few."""
+        logits, top_k = logits[:, : self._sampling.vocab_size or None], self._sampling.top_k
+        if not top_k or 4 * (top_k + _TIES) > logits.shape[1]:
+            return None
+        values, indices = _to_host(*logits.topk(top_k + _TIES))  # NaN counts as the largest number
+        scaled = values / self._sampling.temperature  # as the warper does: it can make entries equal
+        if (scaled[:, -1] == scaled[:, top_k - 1]).any():
+            return None
+        return torch.full(logits.shape, -torch.inf).scatter_(1, indices, values)
 
     def _noise(self, sample_index: int, entries: int) -> Tensor:
         known = max((index for index in self._states if index <= sample_index), default=0)
@@ -102,6 +121,20 @@ class Picker:
         if len(self._states) > self._max_states:
             self._states.popitem(last=False)
         return noise
+
+
+def _to_host(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy both at once, so that the device is waited for once. Values become float32."""
+    both = torch.stack([values.double(), indices.double()]).cpu()  # exact
+    return both[0].float(), both[1].long()
+
+
+def _check_finite(maxima: Tensor) -> None:
+    if not maxima.isfinite().all():
+        raise JobFailed(
+            "the model's logits are not finite, so no next token can be chosen",
+            remedy="compute in fp32 or bf16 (fp16 overflows in some models), and check the model's files",
+        )
 
 
 def _exponential(entries: int, generator: torch.Generator) -> Tensor:

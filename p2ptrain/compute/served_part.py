@@ -242,7 +242,7 @@ class ServedPart:
         check_positions(positions, self.context)
         if len(self._sessions) >= MAX_SESSIONS:
             raise ResourceError(f"this part already has {MAX_SESSIONS} sessions, the maximum", remedy="close one")
-        picker = Picker(sampling)
+        picker = Picker(sampling, selects_first=self._compute_device.kind == "cuda")
         what = f"the cache of a text of {positions} tokens"
         remedy = "ask for fewer tokens, or fewer texts at a time"
         check_memory(positions * self.cache_position_bytes, self._compute_device, what, remedy)

@@ -86,6 +86,51 @@ def test_a_vocabulary_of_another_size_has_the_same_draws(sampling: Sampling) -> 
     assert Picker(replace(sampling, vocab_size=0)).pick(logits, 0) == wanted
 
 
+@pytest.mark.parametrize("vocab_size", [0, 900, 2_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=0.0), Sampling(temperature=0.3, top_k=3), *SAMPLINGS], ids=str
+)
+def test_rows_of_selected_entries_are_picked_as_whole_rows(
+    sampling: Sampling, dtype: torch.dtype, vocab_size: int
+) -> None:
+    """As on a GPU, with equal entries at the maximum and at the last of the k, a few and too many."""
+    generator = torch.Generator().manual_seed(8)
+    sampling = replace(sampling, vocab_size=vocab_size)
+    for spread in (0.001, 0.1, 5.0):
+        logits = (16 + spread * torch.randn(20, 1_000, generator=generator)).to(dtype)
+        whole, selected = Picker(sampling), Picker(sampling, selects_first=True)
+        assert selected.pick(logits, 0) == whole.pick(logits, 0)
+        rows = [whole._warp(_NO_IDS, picker._scores(logits)) for picker in (whole, selected)]  # type: ignore[arg-type]
+        assert torch.equal(*rows)
+
+
+def test_entries_that_the_temperature_makes_equal_are_all_picked_from() -> None:
+    sampling = Sampling(temperature=0.9, top_k=3)
+    above = torch.arange(31.0, 32.0, 2.0**-19)  # every float32 there
+    below = above.nextafter(torch.zeros(()))
+    higher, lower = torch.stack([above, below])[:, (above / 0.9 == below / 0.9).nonzero()[0, 0]]
+    logits = torch.cat([higher.expand(40), lower.expand(100), torch.zeros(1_000)])[None]
+    whole, selected = (Picker(sampling, selects_first=selects)._scores(logits) for selects in (False, True))
+    assert torch.equal(*(make_warpers(sampling)(_NO_IDS, scores) for scores in (whole, selected)))  # type: ignore[arg-type]
+
+
+def test_few_entries_of_a_row_leave_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(2, 30_000, generator=torch.Generator().manual_seed(8))
+    copied: list[int] = []
+    to_host = picking._to_host
+
+    def counting(values: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        copied.append(values.numel())
+        return to_host(values, indices)
+
+    monkeypatch.setattr(picking, "_to_host", counting)
+    for sampling in (Sampling(temperature=0.0), Sampling(top_k=50)):
+        Picker(sampling, selects_first=True).pick(logits, 0)
+    assert copied == [2, 2 * (50 + picking._TIES)]
+    assert Picker(Sampling(top_k=50))._selected_scores(torch.zeros(1, 30_000)) is None, "all entries are equal"
+
+
 @pytest.mark.parametrize("entries", [4096, 4097, 151_936])
 def test_numbers_that_are_drawn_at_once_are_those_of_torch(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit by bit, the generator's state behind them, too; and where a build of torch draws otherwise, as it does."""

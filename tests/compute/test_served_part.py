@@ -130,14 +130,16 @@ def test_the_tokens_are_those_of_generate(loaded: Callable[[str], Loaded], famil
 
 
 def test_logits_that_are_not_numbers() -> None:
-    logits = torch.zeros(1, 5)
+    logits = torch.arange(500, 0, -1.0)[None]
     for wrong in (torch.nan, torch.inf):
         logits[0, 2] = wrong
-        for sampling in (GREEDY, Sampling()):
-            with pytest.raises(JobFailed, match="logits are not finite"):
-                Picker(sampling).pick(logits, 0)
+        for sampling in (GREEDY, Sampling(), Sampling(top_k=1)):
+            for selects_first in (False, True):
+                with pytest.raises(JobFailed, match="logits are not finite"):
+                    Picker(sampling, selects_first=selects_first).pick(logits, 0)
     logits[0, 2] = -torch.inf
-    assert Picker(GREEDY).pick(logits, 0) == (0,)
+    for selects_first in (False, True):
+        assert Picker(GREEDY, selects_first=selects_first).pick(logits, 0) == (0,)
 
 
 def test_interleaved_sessions_do_not_disturb_each_other(loaded: Callable[[str], Loaded]) -> None:
