@@ -354,6 +354,7 @@ class IslandBuffer(ReduceBuffer):
     def __init__(self, island: Island, recipe: ModelRecipe, built: BuiltPart, update: StepUpdate) -> None:
         super().__init__(recipe, built, update)
         assert isinstance(built.flat, ShardedModel)
+        self._copier = None  # it would measure this process's rows: the leader measures ``array``
         self._rows, self._numel = RowExchange(island, built.flat), built.flat.numel
         self._total: Tensor | None = None
         if island.place.leads:

@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 
 from configs.loader import load
+from p2ptrain.compute import reduce_buffer
 from p2ptrain.compute.data import DataSpec
 from p2ptrain.compute.device import pick_device
 from p2ptrain.compute.fsdp import mesh_of
 from p2ptrain.compute.island import Island, IslandTrainer
 from p2ptrain.compute.local import LocalSpec
+from p2ptrain.compute.reduce_buffer import HostCopier
 from p2ptrain.core.errors import ConfigError, ConnectionLost, P2PTrainError, ResourceError
 from p2ptrain.core.island import IslandPlace
 from roles.worker.build import check_island, island_trainer
@@ -134,6 +136,18 @@ def test_state_checkpoints_and_digests_are_those_of_a_worker_of_one_process(tmp_
         together.state.load_initial()
         alone.state.load_initial()
         assert state_bytes(together) == state_bytes(alone)
+
+
+def test_contribution_is_measured_in_the_array_of_the_leader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA a worker of one process has a copier that measures the pieces which it copies. In an island it has none
+    to copy."""
+    unused = HostCopier(lambda start, stop, piece: pytest.fail("copied"), [1], torch.zeros(1, dtype=torch.float64))
+    monkeypatch.setattr(reduce_buffer, "host_copier", lambda *_: unused)
+    with islanders() as made:
+        together = made.build(tiny_spec(WINDOWS))
+        run_step(together, 0)
+        numel = len(together.reduce_buffer)
+        assert together.contributed_square_sum(0, numel) == together.partial_square_sum(0, numel) > 0
 
 
 @pytest.mark.parametrize("local", [None, LocalSpec()], ids=["sync", "local"])
