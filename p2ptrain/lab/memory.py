@@ -50,7 +50,6 @@ class MemoryNetwork:
         self.listeners: dict[Address, _MemoryListener] = {}
         self.transports: dict[_MemoryTransport, None] = {}  # an ordered set
         self.cut_paths: set[frozenset[str]] = set()
-        self.silent: set[frozenset[str]] = set()
         self.deaf: set[tuple[str, str]] = set()  # source, target
         self._mended = asyncio.Event()
         self._ports = itertools.count(49152)
@@ -67,7 +66,7 @@ class MemoryNetwork:
         path = frozenset((self._host, target))
         try:
             async with asyncio.timeout(timeout_s):
-                while path in self.silent or not self.deaf.isdisjoint({(self._host, target), (target, self._host)}):
+                while not self.deaf.isdisjoint({(self._host, target), (target, self._host)}):
                     await self._mended.wait()
         except TimeoutError as error:
             raise unreachable(host, port, error, timeout_s) from error
@@ -111,7 +110,7 @@ class MemoryNetwork:
 
     def silence(self, a: str, b: str) -> None:
         """Deliver nothing between two hosts until ``mend``, not even the end of a connection: a pulled cable."""
-        self.silent.add(frozenset((a, b)))
+        self.deaf |= {(a, b), (b, a)}
 
     def deafen(self, source: str, target: str) -> None:
         """Deliver nothing from ``source`` to ``target`` until ``mend``; the other direction works."""
@@ -119,9 +118,7 @@ class MemoryNetwork:
 
     def mend(self, a: str, b: str) -> None:
         """End ``cut``, ``silence`` and ``deafen``; deliver what was held back."""
-        path = frozenset((a, b))
-        self.cut_paths.discard(path)
-        self.silent.discard(path)
+        self.cut_paths.discard(frozenset((a, b)))
         self.deaf -= {(a, b), (b, a)}
         self._mended.set()
         self._mended.clear()
@@ -269,7 +266,7 @@ class _MemoryTransport(FlowControl):
 
     def _pump(self) -> None:
         self._pump_scheduled = False
-        if self.path not in self._network.silent and self._way not in self._network.deaf:
+        if self._way not in self._network.deaf:
             if self._reset is not None and (self._reading or self._queue or self._closing):
                 self.lose(self._reset)
             self._move_bytes()
