@@ -115,7 +115,6 @@ class StandInEngine:
 
     Args:
         numel: number of parameters of the whole model.
-        corpus: stands for the data; members must agree on it.
         on_micro_batch: called with (step, index) before each micro-batch, to control a test's clock or to fail.
         stage: the part of the model that it holds, with about 1/``stage.count`` of the parameters. Parts are
             independent of each other, and together equal the whole bit for bit.
@@ -130,7 +129,6 @@ class StandInEngine:
         profile: Profile,
         *,
         numel: int = 257,
-        corpus: str = "stand-in",
         on_micro_batch: Callable[[int, int], None] = lambda step, index: None,
         stage: Stage = WHOLE,
     ) -> None:
@@ -143,7 +141,7 @@ class StandInEngine:
         self._losses = np.zeros(2, np.float32)  # their number and their sum, of inner steps that were not sent
         self._noise = (0.0, b"")  # of the next contribution, in a private job
         self.data = TrainingData(
-            digest=hashlib.sha256(corpus.encode()).hexdigest(),
+            digest=hashlib.sha256(b"stand-in").hexdigest(),
             note="",
             windows=1 << 16,
             tokens_per_micro_batch=profile.batch.micro_batch_sequences * profile.data.sequence_tokens,

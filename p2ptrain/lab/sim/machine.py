@@ -30,6 +30,7 @@ import random
 import sqlite3
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -340,14 +341,6 @@ OnRename = Callable[["ProcessDisk", Path, Path], None]
 """Takes the disk, the source and the target."""
 
 
-class _SimLock:
-    def __init__(self, locks: dict[Path, Process], path: Path) -> None:
-        self._locks, self._path = locks, path
-
-    def close(self) -> None:
-        self._locks.pop(self._path, None)
-
-
 class ProcessDisk:
     """``core.disk.Disk`` for one process. After the process died every call raises ``Died``. ``on_rename`` is called
     when something is about to be renamed."""
@@ -482,8 +475,9 @@ class ProcessDisk:
         holder = locks.setdefault(path, self._process)
         if holder.alive and holder is not self._process:
             return None
-        locks[path] = self._process
-        return _SimLock(locks, path)
+        locks[path], lock = self._process, ExitStack()
+        lock.callback(locks.pop, path, None)
+        return lock
 
     def connect(self, path: Path) -> sqlite3.Connection:
         self._check()

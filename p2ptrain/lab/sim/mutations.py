@@ -37,7 +37,7 @@ from roles.strategies import parts, server
 from roles.worker.privacy import COUNT_FILE, Budget
 from roles.worker.reports import LEDGER_FILE
 from wire.frame import FrameDecoder
-from wire.job_messages import HealRequest, LedgerRows, Report
+from wire.job_messages import LedgerRows, Report
 from wire.messages import Message
 
 Act = Callable[[ObservedMachine, Any], Any]
@@ -128,10 +128,6 @@ def _conceal_hang(machine: ObservedMachine, message: Message) -> Message | None:
     return None if isinstance(message, Report) and message.status == "hung" else message
 
 
-def _as_of_own_stage(machine: ObservedMachine, request: HealRequest) -> HealRequest:
-    return replace(request, stage=machine.stage)
-
-
 # -------------------------------------------------------------------------------------------------------------- rules
 
 _read, _rename = ProcessDisk.read, ProcessDisk.rename
@@ -219,7 +215,7 @@ STAGED = {
     # A member that heals accepts the state of any other member, whichever stage that one holds.
     "stage": Mutation(
         ("kill", "join", "power-cut", "cut-in-follow"),
-        {"heal-request": _as_of_own_stage},
+        {"heal-request": lambda machine, request: replace(request, stage=machine.stage)},
         ((View, "same_stage", lambda self, rank: self.members),),
     ),
     # If a part of the newest state is lost, the run starts from the beginning.
