@@ -223,8 +223,8 @@ class P2PTrainApp(App[bool]):
         return store.jobs.get(self.chosen_job or "") or store.current_job()
 
     def refresh_panels(self) -> None:
-        if not self.screen_stack or not self.screen_stack[0].query(HeaderBar):
-            return  # the app is closing: its panels are gone, its timer is not
+        if not self._has_panels:
+            return  # the app is closing: its timer is not gone yet
         if self.chosen_job not in self.source.store.jobs:
             self.chosen_job = None  # the seed no longer lists it
         store, job, now = self.source.store, self.job, self.clock.now()
@@ -287,8 +287,15 @@ class P2PTrainApp(App[bool]):
 
     # ----------------------------------------------------------------------------------------------------- navigation
 
+    @property
+    def _has_panels(self) -> bool:
+        return bool(self.screen_stack and self.screen_stack[0].query(HeaderBar))
+
     def action_view(self, number: int) -> None:
+        """Show view ``number``; before the app has started, choose the one that it begins with."""
         self.view = number
+        if not self._has_panels:
+            return
         self._switch_class(f"-view-{number}", *(f"-view-{other}" for other in range(1, len(VIEWS) + 1)))
         tabs = [
             Content.styled(f" {index} {name} ", "$background on $accent bold")
@@ -298,12 +305,6 @@ class P2PTrainApp(App[bool]):
         ]
         self.screen_stack[0].query_one("#tabs", Static).update(Content(" ").join(tabs))
         self.call_after_refresh(self._enter_view)
-
-    def open_view(self, number: int) -> None:
-        """Show view ``number``, also before the app has started; for the code that runs the app."""
-        self.view = number
-        if self.screen_stack and self.screen_stack[0].query(HeaderBar):
-            self.action_view(number)
 
     def _enter_view(self) -> None:
         self.refresh_panels()

@@ -539,7 +539,7 @@ class FullScreenView:
         """Show that the models are served, and how to use them."""
         from tui.app import SERVING
 
-        self.app.open_view(SERVING)
+        self.app.action_view(SERVING)
         self.app.show_message("info", "The models are served", text)
 
     def _show_end(self, work: asyncio.Task[Any]) -> None:
