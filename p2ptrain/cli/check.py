@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -307,8 +308,6 @@ async def _welcome(clock: Clock, peer_id: str, hello: Hello, connection: Connect
 
 
 async def _hold_until_closed(connection: Connection, hello: Hello) -> None:
-    try:
+    with suppress(TimeoutError):
         async with asyncio.timeout(REQUEST_TIMEOUT_S):
             await connection.closed.wait()
-    except TimeoutError:
-        return

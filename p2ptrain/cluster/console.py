@@ -176,9 +176,7 @@ def leave_with_parent(stop: asyncio.Event) -> None:
     def watch() -> None:
         while os.read(0, 4096):
             pass
-        try:
+        with suppress(RuntimeError):  # the loop has ended before the parent did
             loop.call_soon_threadsafe(stop.set)
-        except RuntimeError:
-            return  # the loop has ended before the parent did
 
     threading.Thread(target=watch, name="parent", daemon=True).start()

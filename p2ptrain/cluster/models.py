@@ -31,8 +31,6 @@ from p2ptrain.core.tokenizer_files import (
 from ring.planning.workloads import ModelShape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from configs.schema import Data, Profile
 
 FETCHED = ("*.safetensors", "*.json", "tokenizer.model", "merges.txt", "vocab.txt", "chat_template.jinja")

@@ -186,11 +186,9 @@ def conversation_positions(text: ModelText) -> int:
 
 
 async def within(seconds: float, farewell: Any) -> None:
-    try:
+    with suppress(TimeoutError):  # the other side notices that we are gone
         async with asyncio.timeout(seconds):
             await farewell
-    except TimeoutError:
-        return  # the other side notices that we are gone
 
 
 async def _held_by_job(client: SeedClient, job: str) -> list[CheckpointInfo]:

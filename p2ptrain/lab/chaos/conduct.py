@@ -116,13 +116,11 @@ class WorkerSlot:
             return
         import resource
 
-        try:
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):  # the process ended, which is judged at the end
             process = psutil.Process(self.process.process.pid)
             for pid in [process.pid, *(child.pid for child in process.children(recursive=True))]:
                 _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard if limit_bytes is None else limit_bytes, hard))
-        except (psutil.NoSuchProcess, ProcessLookupError):
-            return  # the process ended, which is judged at the end
 
 
 class ProxiedCluster(LocalCluster):
@@ -180,12 +178,10 @@ class ProxiedCluster(LocalCluster):
         """Kill the processes that outlived the cluster, including children of peers. Returns one line for each."""
         found, sessions = [], {started.process.pid for started in self.started}
         for process in psutil.process_iter():
-            try:
+            with suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
                 if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(f"{process.pid} ({process.name()}, {process.status()})")
                     process.kill()
-            except (psutil.NoSuchProcess, ProcessLookupError, PermissionError):
-                continue
         return found
 
 
@@ -582,11 +578,8 @@ class ChaosRun:
             judge.check_none("no process is left behind", self._cluster.kill_orphans()),
         ]
         if found.newest is not None:
-            words, log = (
-                ("def ", "--checkpoint", str(found.newest), "--tokens", "1"),
-                self._cluster.logs / "generate.log",
-            )
-            report.verdicts.append(await run_command("a checkpoint loads", log, "generate", *words))
+            log, words = self._cluster.logs / "generate.log", ("--checkpoint", str(found.newest), "--tokens", "1")
+            report.verdicts.append(await run_command("a checkpoint loads", log, "generate", "def ", *words))
         if damaging:
             report.notes.append(
                 "plain TCP does not detect damaged bytes: all workers may sum and apply the same damaged byte, so the "

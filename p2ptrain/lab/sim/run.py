@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -220,11 +220,9 @@ async def _to_the_end(simulation: Simulation, faults: FaultSchedule) -> None:
 
 async def _wait(simulation: Simulation, seconds: float) -> None:
     simulation.observer.job_changed.clear()
-    try:
+    with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await simulation.observer.job_changed.wait()
-    except TimeoutError:
-        return
 
 
 @dataclass
