@@ -16,14 +16,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from p2ptrain.cli.output import print_json
-from p2ptrain.cli.runtime import (
-    REQUEST_TIMEOUT_S,
-    JsonOption,
-    MemberPortOption,
-    SeedArgument,
-    option,
-    run,
-)
+from p2ptrain.cli.runtime import REQUEST_TIMEOUT_S, JsonOption, MemberPortOption, SeedArgument, option, run
 from p2ptrain.cluster.access import (
     CONNECT_TIMEOUT_S,
     Access,

@@ -29,14 +29,7 @@ from p2ptrain.cli.runtime import (
 from p2ptrain.cluster.models import shape_of
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.texts import human_bytes, human_duration, printable
-from p2ptrain.lab.explain.predictions import (
-    STRATEGIES,
-    calibrate,
-    cluster_of,
-    explain_choice,
-    method_of,
-    predict_all,
-)
+from p2ptrain.lab.explain.predictions import STRATEGIES, calibrate, cluster_of, explain_choice, method_of, predict_all
 from ring.planning.measurements import CandidateWorker, DescribedCluster
 from ring.planning.prediction import Calibration, Prediction, predict, recommend
 from ring.planning.workloads import ModelShape

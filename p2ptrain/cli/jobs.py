@@ -32,15 +32,7 @@ from p2ptrain.cli.runtime import (
 )
 from p2ptrain.cluster.access import operator
 from p2ptrain.cluster.console import Console
-from p2ptrain.cluster.jobs import (
-    UNSAVED,
-    JobObserver,
-    JobSummary,
-    newest_of,
-    show_step,
-    summarize_job,
-    warm_up_problem,
-)
+from p2ptrain.cluster.jobs import UNSAVED, JobObserver, JobSummary, newest_of, show_step, summarize_job, warm_up_problem
 from p2ptrain.core.errors import EXIT_INTERRUPTED, JobFailed, P2PTrainError, Refused, StorageError, UserError
 from p2ptrain.core.texts import human_seconds, human_time, printable
 from wire.address import is_loopback

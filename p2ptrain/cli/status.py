@@ -11,14 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from p2ptrain.cli.output import print_json, print_pairs
-from p2ptrain.cli.runtime import (
-    JsonOption,
-    SeedArgument,
-    SeedOption,
-    at_terminal,
-    option,
-    run,
-)
+from p2ptrain.cli.runtime import JsonOption, SeedArgument, SeedOption, at_terminal, option, run
 from p2ptrain.cluster.access import operator
 from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import UserError

@@ -8,16 +8,7 @@ import typer
 
 from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import print_json, print_table
-from p2ptrain.cli.runtime import (
-    JsonOption,
-    SeedOption,
-    YesOption,
-    ask,
-    confirm,
-    is_text,
-    not_empty,
-    option,
-)
+from p2ptrain.cli.runtime import JsonOption, SeedOption, YesOption, ask, confirm, is_text, not_empty, option
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.texts import check_one_of, human_seconds, human_time, printable, seconds_of
 

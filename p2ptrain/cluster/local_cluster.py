@@ -23,20 +23,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from p2ptrain.cluster.access import open_operator, operator
 from p2ptrain.cluster.running import announce_seed
 from p2ptrain.core.disk import RealDisk
-from p2ptrain.core.errors import (
-    ConnectionLost,
-    JobFailed,
-    NetworkError,
-    StorageError,
-    UserError,
-)
+from p2ptrain.core.errors import ConnectionLost, JobFailed, NetworkError, StorageError, UserError
 from p2ptrain.core.text_files import STDLIB, STDLIB_PARTS, find_files
 from wire.address import DEFAULT_PORT, format_address
-from wire.records import (
-    ABSENT_STATES,
-    PeerInfo,
-    ServingInfo,
-)
+from wire.records import ABSENT_STATES, PeerInfo, ServingInfo
 from wire.transport import TcpNetwork
 
 if TYPE_CHECKING:

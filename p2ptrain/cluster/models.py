@@ -21,13 +21,7 @@ from p2ptrain.core.footprint import LLAMAS, llama_sizes
 from p2ptrain.core.tensor_files import MAX_CONFIG_BYTES, adapter_alone, config_untrusted
 from p2ptrain.core.text_files import find_files, format_of, kind_of
 from p2ptrain.core.texts import human_bytes
-from p2ptrain.core.tokenizer_files import (
-    check_fit,
-    embedding_of,
-    is_without_weights,
-    tokenizer_file,
-    vocabulary_size,
-)
+from p2ptrain.core.tokenizer_files import check_fit, embedding_of, is_without_weights, tokenizer_file, vocabulary_size
 from ring.planning.workloads import ModelShape
 
 if TYPE_CHECKING:

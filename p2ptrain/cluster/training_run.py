@@ -18,15 +18,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.cluster.access import operator
-from p2ptrain.cluster.jobs import (
-    UNSAVED,
-    JobObserver,
-    JobSummary,
-    create_job,
-    newest_of,
-    show_step,
-    summarize_job,
-)
+from p2ptrain.cluster.jobs import UNSAVED, JobObserver, JobSummary, create_job, newest_of, show_step, summarize_job
 from p2ptrain.cluster.local_cluster import LOOPBACK, LocalCluster, PeerProcess, end_all, part_bytes, threads_each
 from p2ptrain.core.adapters import is_model
 from p2ptrain.core.errors import JobFailed, P2PTrainError, ProtocolError, Refused, UserError

@@ -13,16 +13,7 @@ from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.attacker import add_attack
 from p2ptrain.lab.memory import MemoryNetwork
-from p2ptrain.lab.sim.machine import (
-    ATTACKER,
-    PROCESS,
-    Buffer,
-    MachineDisk,
-    Process,
-    SimEngine,
-    SimLoop,
-    SimThreads,
-)
+from p2ptrain.lab.sim.machine import ATTACKER, PROCESS, Buffer, MachineDisk, Process, SimEngine, SimLoop, SimThreads
 from p2ptrain.lab.sim.mutations import Mutation
 from p2ptrain.lab.sim.observer import ObservedMachine, Observer
 from p2ptrain.lab.sim.probe import MachineProbe
