@@ -217,10 +217,7 @@ def local(
 
 
 @app.command()
-def link(
-    rounds: RoundsOption = 0,
-    as_json: JsonOption = False,
-) -> None:
+def link(rounds: RoundsOption = 0, as_json: JsonOption = False) -> None:
     """Measure this machine's sockets, with and without TLS.
 
     The results are round trips, and bytes a second one way and both ways, by size of buffer.

@@ -123,11 +123,7 @@ class WorkerFactory:
         return self._worker(context, build_engine, None, parts_memory_bytes=NO_PARTS_BYTES, device=island.label)
 
     def _worker(
-        self,
-        context: JoinContext,
-        build_engine: BuildEngine,
-        parts: Holding | None,
-        **capabilities: Scalar,
+        self, context: JoinContext, build_engine: BuildEngine, parts: Holding | None, **capabilities: Scalar
     ) -> MemberRun:
         from p2ptrain.cli.joining import member_options, world_of
         from p2ptrain.lab.attacker import add_attack

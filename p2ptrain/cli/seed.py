@@ -254,14 +254,7 @@ def _warn_of_addresses(console: Console, host: str, bound: str, others: list[str
 
 
 def _print_ready(
-    console: Console,
-    host: str,
-    port: int,
-    root: Path,
-    ticket: Ticket | None,
-    web: Web | None,
-    *,
-    as_json: bool,
+    console: Console, host: str, port: int, root: Path, ticket: Ticket | None, web: Web | None, *, as_json: bool
 ) -> None:
     if as_json:
         more = {"http": web.url, "http_keys": [str(path) for path in web.key_files]} if web is not None else {}

@@ -133,9 +133,7 @@ def attention(
     return found + [f"{human_seconds(max(now - event.wall, 0))} ago: {event.text}" for event in reversed(recent)]
 
 
-def tui(
-    seed: SeedArgument = "",
-) -> None:
+def tui(seed: SeedArgument = "") -> None:
     """Watch a cluster full-screen, and pause, resume, save or cancel its jobs. Leaving the view stops nothing.
 
     \b

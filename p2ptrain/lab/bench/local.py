@@ -43,10 +43,7 @@ class LocalPlan:
         title = f"local · {self.name} · {self.workers} workers × {self.inner_steps} inner steps ({work}) · {self.link}"
         settings = asdict(self) | {"profile": self.name}
         report = BenchReport("local", title, "tokens", "{:,.0f}".format, settings)
-        report.columns = {
-            "computing": ("COMPUTING", per_cent),
-            "sent_bytes": ("SENT A STEP", human_bytes),
-        }
+        report.columns = {"computing": ("COMPUTING", per_cent), "sent_bytes": ("SENT A STEP", human_bytes)}
         return report
 
 

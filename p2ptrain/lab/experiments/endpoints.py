@@ -162,14 +162,7 @@ class Experiments:
                 status=201,
             ),
             Endpoint("GET", _ONE, "One experiment.", ExperimentInfo, self.get_experiment),
-            Endpoint(
-                "POST",
-                f"{_ONE}/analyze",
-                _COMPARES,
-                Comparison,
-                self.analyze_experiment,
-                body=Axes,
-            ),
+            Endpoint("POST", f"{_ONE}/analyze", _COMPARES, Comparison, self.analyze_experiment, body=Axes),
         ]
 
     async def list_experiments(self, call: Call) -> Page:

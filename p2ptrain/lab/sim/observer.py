@@ -239,13 +239,7 @@ class CheckpointChecks:
     """
 
     def __init__(
-        self,
-        report: Checklist,
-        members: MemberChecks,
-        history: ViewHistory,
-        *,
-        stages: int,
-        any_step: bool,
+        self, report: Checklist, members: MemberChecks, history: ViewHistory, *, stages: int, any_step: bool
     ) -> None:
         """``any_step``: with strategy 'server' a member saves what only it has."""
         self._report, self._members, self._history = report, members, history
