@@ -450,6 +450,8 @@ def _describe_pushes(peer: PeerInfo) -> tuple[str, str]:
 
 
 def _job_rows(job: JobInfo, unit: str) -> list[tuple[str, str]]:
+    spent = {"compute": job.compute_ms, "communicate": job.communicate_ms, "wait": job.wait_ms}
+    times = ", ".join(f"{name} {number(value, '.0f')} ms" for name, value in spent.items())
     pairs = [
         ("id", job.id),
         ("name", job.name),
@@ -469,7 +471,7 @@ def _job_rows(job: JobInfo, unit: str) -> list[tuple[str, str]]:
         ("learning rate", number(job.lr, ".3g")),
         ("gradient norm", number(job.grad_norm, ".3g")),
         ("speed", f"{number(job.tokens_per_s, ',.0f')} tokens/s, {job.tokens_total:,} tokens in all"),
-        ("step time", f"{number(job.step_ms, '.0f')} ms: " + ", ".join(_describe_times(job))),
+        ("step time", f"{number(job.step_ms, '.0f')} ms: {times}"),
         ("training time", human_seconds(job.trained_s)),
         ("created", human_time(job.created_at)),
         *(("setting", _describe_change(item)) for item in job.changes),
@@ -483,11 +485,6 @@ def _job_rows(job: JobInfo, unit: str) -> list[tuple[str, str]]:
 
 def _describe_change(item: SettingChange) -> str:
     return f"{item.key} = {item.value} from step {item.step + 1:,} on, before {item.before}"
-
-
-def _describe_times(job: JobInfo) -> list[str]:
-    parts = {"compute": job.compute_ms, "communicate": job.communicate_ms, "wait": job.wait_ms}
-    return [f"{name} {number(value, '.0f')} ms" for name, value in parts.items()]
 
 
 def _add_verb(verb: str, done: str, explained: str, question: str = "") -> None:
