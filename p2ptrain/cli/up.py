@@ -43,7 +43,6 @@ from p2ptrain.cluster.local_cluster import LocalCluster, own_texts
 from p2ptrain.cluster.running import default_state_dir
 from p2ptrain.core.errors import EXIT_INTERRUPTED, JobFailed, StorageError, UserError
 from p2ptrain.core.texts import human_seconds, size_of
-from wire.address import DEFAULT_PORT
 from wire.emulate import preset_named
 
 if TYPE_CHECKING:
@@ -305,7 +304,7 @@ def _print_held(cluster: LocalCluster, checkpoint: Path, options: UpOptions, cha
     print_split_facts(facts)
     print_prediction(placement)
     words = f"--split {options.split} -c {checkpoint}" + f" --dtype {options.dtype}" * bool(options.dtype)
-    words += f" --seed {seed}" * (not seed.endswith(f":{DEFAULT_PORT}"))
+    words += cluster.seed_option
     typer.echo("\nThe model is loaded and stays loaded. From another terminal:\n")
     typer.echo(f'  p2ptrain generate "Once upon a time" {words}')
     typer.echo(f"  p2ptrain chat {words}")

@@ -192,6 +192,11 @@ class LocalCluster:
         return f"{LOOPBACK}:{self.port}"
 
     @property
+    def seed_option(self) -> str:
+        """The option by which another command finds its seed; empty if the command needs none."""
+        return f" --seed {self.address}" * (self.port != DEFAULT_PORT)
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 

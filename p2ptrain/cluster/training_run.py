@@ -22,7 +22,7 @@ from p2ptrain.cluster.jobs import UNSAVED, JobObserver, JobSummary, create_job, 
 from p2ptrain.cluster.local_cluster import LOOPBACK, LocalCluster, PeerProcess, end_all, part_bytes, threads_each
 from p2ptrain.core.adapters import is_model
 from p2ptrain.core.errors import JobFailed, P2PTrainError, ProtocolError, Refused, UserError
-from wire.address import DEFAULT_PORT, format_address
+from wire.address import format_address
 from wire.records import FINISHED_STATES, CheckpointInfo, EventInfo, JobInfo, MetricRow
 
 if TYPE_CHECKING:
@@ -308,7 +308,7 @@ class TrainingRun:
                 if record.state == before:
                     return
                 if record.state == "paused":
-                    resume = f"p2ptrain jobs resume {record.id}{self._seed_option}"
+                    resume = f"p2ptrain jobs resume {record.id}{self.cluster.seed_option}"
                     self._report("info", f"{job} is paused at step {record.step:,}: {resume} continues it")
                 elif record.state == "saving":
                     self._report("warning", f"{job} is trained, but cannot end: {record.reason}")
@@ -400,7 +400,7 @@ class TrainingRun:
                 options += [] if plan.api_keys is None else ["--api-key-file", str(plan.api_keys)]
             await cluster.start_peer(role, 1, *options)
         http = (await cluster.wait_until_serving({VERIFIER, DRAFTER}))[VERIFIER].http
-        commands = [f'p2ptrain generate "def " --stats{self._seed_option}', f"p2ptrain chat{self._seed_option}"]
+        commands = [f'p2ptrain generate "def " --stats{cluster.seed_option}', f"p2ptrain chat{cluster.seed_option}"]
         if http:
             key = "" if plan.api_keys is None else f' -H "Authorization: Bearer $(cat {quote(str(plan.api_keys))})"'
             commands.append(f"curl {http}/models{key}")
@@ -416,10 +416,6 @@ class TrainingRun:
 
         needed = [cluster.seed, verifier]
         await cluster.while_alive(asyncio.Event().wait(), needed=needed, others=[drafter], on_end=go_on_alone)
-
-    @property
-    def _seed_option(self) -> str:
-        return f" --seed {self.cluster.address}" * (self.cluster.port != DEFAULT_PORT)
 
 
 # ----------------------------------------------------------------------------------------------- the seed's records
