@@ -1,21 +1,6 @@
-"""All expected errors, under one root, named by whose fault they are.
-
-    P2PTrainError
-    ├── UserError          the user: an argument, a file or a request is invalid
-    │   ├── ConfigError      a profile or a setting is wrong
-    │   └── TooLong          a text and its continuation exceed the model's context
-    ├── PeerError          the other peer
-    │   ├── ProtocolError    it sent bytes that no correct peer sends
-    │   └── Refused          it refused a request, with a typed reason and a remedy
-    ├── NetworkError       the network between two peers
-    │   ├── Unreachable      nothing answered at an address
-    │   ├── ConnectionLost   an established connection ended
-    │   └── DeadlineExceeded a peer was silent for too long
-    │       └── NeighbourAway    the next member of the ring was not reached in time
-    ├── ResourceError      too little memory or device
-    ├── StorageError       a file or a directory is damaged, missing or cannot be written
-    │   └── DiskFull         the disk has no room, or the user's quota is used up
-    └── JobFailed          the job itself failed (every member refused, loss not finite, ...)
+"""All expected errors, under one root, named by whose fault they are: the user (an argument, a file or a request is
+invalid), the other peer, the network between two peers, a resource (too little memory or device), the storage (a file
+or directory is damaged, missing or cannot be written), or the job itself (every member refused, loss not finite, ...).
 
 Exceptions of other libraries (OSError, msgpack's, torch's) are translated once, where they appear. The command line
 prints ``message`` and ``remedy`` and exits with ``exit_code``. It shows no traceback for these errors.
