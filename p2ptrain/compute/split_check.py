@@ -23,23 +23,13 @@ from p2ptrain.compute.part import PartModel, build_part
 from p2ptrain.core.errors import ConfigError
 
 _SMALL = {
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"), 48),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 24),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "n_group"), 2),
+    **dict.fromkeys(("first_k_dense_replace", "topk_group"), 1),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size"), 6),
     "vocab_size": 97,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 48,
-    "n_inner": 48,
-    "ffn_dim": 48,
-    "ffn_hidden_size": 48,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 24,
-    "first_k_dense_replace": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "sliding_window": 6,
-    "attention_chunk_size": 6,
 }
 """Sizes of the test model. Keys that the architecture does not have are ignored."""
 

@@ -39,33 +39,14 @@ if TYPE_CHECKING:
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _CHATS_AT_ONCE = 8
 _PROMPT_IDS = 8  # ids of the prompt to decode with the first new one
-_UNSUPPORTED = {
-    "repetition_penalty": 1,
-    "encoder_repetition_penalty": 1,
-    "typical_p": 1,
-    "no_repeat_ngram_size": 0,
-    "min_p": 0,
-    "epsilon_cutoff": 0,
-    "eta_cutoff": 0,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "bad_words_ids": None,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "sequence_bias": None,
-    "exponential_decay_length_penalty": None,
-    "num_beams": 1,
-    "num_beam_groups": 1,
-    "diversity_penalty": 0,
-    "penalty_alpha": 0,
-    "guidance_scale": 1,
-    "top_h": None,
-    "dola_layers": None,
-    "stop_strings": None,
-    "token_healing": False,
-    "watermarking_config": None,
+_UNSUPPORTED: dict[str, float | None] = {
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "typical_p", "guidance_scale"), 1),
+    **dict.fromkeys(("num_beams", "num_beam_groups"), 1),
+    **dict.fromkeys(("no_repeat_ngram_size", "min_p", "epsilon_cutoff", "eta_cutoff", "min_length"), 0),
+    **dict.fromkeys(("min_new_tokens", "diversity_penalty", "penalty_alpha", "token_healing"), 0),
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id")),
+    **dict.fromkeys(("forced_eos_token_id", "sequence_bias", "exponential_decay_length_penalty", "top_h")),
+    **dict.fromkeys(("dola_layers", "stop_strings", "watermarking_config")),
 }
 """Unsupported settings of ``generation_config.json`` that would change sampling, with their neutral values (beside
 None)."""
