@@ -33,59 +33,33 @@ class CacheShape:
         return math.prod(self.keys) + math.prod(self.values)
 
 
-class _Room:
-    """Keys and values of one layer, of shapes (1, heads, positions, head width)."""
-
-    def __init__(self, shape: CacheShape, positions: int, dtype: torch.dtype, device: torch.device) -> None:
-        def zeros(heads: int, width: int) -> Tensor:
-            return torch.zeros(1, heads, positions, width, dtype=dtype, device=device)  # commits the memory
-
-        self.keys, self.values = zeros(*shape.keys), zeros(*shape.values)
-
-    def write(self, start: int, keys: Tensor, values: Tensor) -> int:
-        """Write new positions after the first ``start``. Returns the new number of positions."""
-        stop = start + keys.shape[-2]
-        self.keys[:, :, start:stop], self.values[:, :, start:stop] = keys, values
-        return stop
-
-    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        return self.keys[:, :, start:stop], self.values[:, :, start:stop]
-
-
-class _FullLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    def __init__(self, room: _Room) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.is_initialized = True
-        self.room = room
-        self.length = 0
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.length = self.room.write(self.length, key_states, value_states)
-        return self.room.read(0, self.length)
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def cut(self, keep: int) -> None:
-        self.length = keep
-
-
-class _WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
-    """Attends to the last positions but keeps all: a rollback needs those before the window again. transformers' own
+class _Layer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
+    """Keys and values of one layer, of shapes (1, heads, positions, head width). It attends to the last ``window``
+    positions (None: to all) but keeps all: a rollback needs those before the window again. transformers' own
     ``get_mask_sizes`` makes a mask that fits the result of ``update``."""
 
-    def __init__(self, room: _Room, sliding_window: int) -> None:
-        super().__init__(sliding_window)
-        self.is_initialized = True
-        self.room = room
+    keys: Tensor
+    values: Tensor
+
+    def __init__(
+        self, shape: CacheShape, positions: int, window: int | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(window or positions)
+        self.is_initialized, self.is_sliding = True, window is not None
+        self.keys, self.values = (
+            torch.zeros(1, heads, positions, width, dtype=dtype, device=device)  # commits the memory
+            for heads, width in (shape.keys, shape.values)
+        )
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         before = self.cumulative_length
-        self.cumulative_length = self.room.write(before, key_states, value_states)
-        return self.room.read(max(0, before - self.sliding_window + 1), self.cumulative_length)
+        stop = before + key_states.shape[-2]
+        self.keys[:, :, before:stop], self.values[:, :, before:stop] = key_states, value_states
+        self.cumulative_length = stop
+        return self.read(max(0, before - self.sliding_window + 1), stop)
 
-    def cut(self, keep: int) -> None:
-        self.cumulative_length = keep
+    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        return self.keys[:, :, start:stop], self.values[:, :, start:stop]
 
 
 class KeyValueCache(DynamicCache):
@@ -101,33 +75,29 @@ class KeyValueCache(DynamicCache):
     ) -> None:
         super().__init__(config=config)
         self.positions = positions
-        made: list[_FullLayer | _WindowLayer] = []
-        for layer, shape in zip(cast("list[Any]", self.layers), shapes, strict=True):
-            room = _Room(shape, positions, dtype, device)
-            is_window = type(layer) is DynamicSlidingWindowLayer
-            made.append(_WindowLayer(room, layer.sliding_window) if is_window else _FullLayer(room))
-        self._own = made
-        self.layers = cast("list[Any]", made)
+        self._own = [
+            _Layer(shape, positions, getattr(layer, "sliding_window", None), dtype, device)
+            for layer, shape in zip(cast("list[Any]", self.layers), shapes, strict=True)
+        ]
+        self.layers = cast("list[Any]", self._own)
 
     @property
     def length(self) -> int:
-        return self._own[0].get_seq_length()
+        return self._own[0].cumulative_length
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.room.keys.nbytes + layer.room.values.nbytes for layer in self._own)
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self._own)
 
     def memory(self, positions: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of each layer's first ``positions`` positions, also of those that are not written yet."""
-        return [layer.room.read(0, positions) for layer in self._own]
+        return [layer.read(0, positions) for layer in self._own]
 
     def advance(self, length: int) -> None:
         """Let all layers have the first ``length`` positions, which were written into ``memory``."""
         for layer in self._own:
-            layer.cut(length)
+            layer.cumulative_length = length
 
     def cut(self, keep: int) -> None:
         """Keep the first ``keep`` positions, or as many as all layers have: after a failed pass some may have more."""
-        keep = min(keep, *(layer.get_seq_length() for layer in self._own))
-        for layer in self._own:
-            layer.cut(keep)
+        self.advance(min(keep, *(layer.cumulative_length for layer in self._own)))
