@@ -50,7 +50,7 @@ class Picker:
 
     Args:
         max_states: affects speed only.
-        selects_first: select entries on the logits' device before the copy. Affects speed only: faster on a GPU.
+        selects_first: with ``top_k``, select entries on the logits' device. Affects speed only: faster on a GPU.
 
     Raises:
         UserError: ``sampling`` has an invalid value.
@@ -71,16 +71,12 @@ class Picker:
         ``sample_index + i``. Raises ``JobFailed``: a logit is not finite."""
         # A row is little work. On a busy machine several threads would spend the time waiting for one another.
         with one_thread():
-            is_greedy = self._sampling.temperature <= COLDEST
-            if is_greedy and self._selects_first:
-                # Of equal entries the first one, as below.
+            if self._sampling.temperature <= COLDEST:
+                # A row's maximum is NaN if any entry is; of equal entries it is the first one.
                 values, tokens = _to_host(*logits[:, : self._sampling.vocab_size or None].max(-1))
                 _check_finite(values)
                 return tuple(tokens.tolist())
-            scores = self._scores(logits)
-            if is_greedy:
-                return tuple(scores.argmax(-1).tolist())
-            warped = self._warp(_NO_IDS, scores)
+            warped = self._warp(_NO_IDS, self._scores(logits))
             if self._has_few_entries:
                 warped = _remove_tail(warped, self._sampling.top_p)
             probabilities, entries = warped.softmax(-1), self._sampling.vocab_size or warped.shape[1]
@@ -93,7 +89,7 @@ class Picker:
         if scores is None:
             scores = logits.to(device="cpu", dtype=torch.float32, copy=True)
             scores = scores[:, : self._sampling.vocab_size or None]
-        _check_finite(scores.amax(-1))  # a row's maximum is NaN if any entry is
+        _check_finite(scores.amax(-1))
         return scores
 
     def _selected_scores(self, logits: Tensor) -> Tensor | None:
