@@ -233,7 +233,7 @@ class Passes:
             self._run(flight, flight.inputs)
         assert flight.graph is not None
         inputs, outputs = flight.graph
-        self._recipe.tuning.micro_batch = flight.step, flight.index  # for layers that are computed again
+        self._recipe.tuning.draw_masks((flight.step, flight.index))  # for layers that are computed again
         first, number = self._batches.round_of(index)
         tokens, divisor = self._recipe.spec.micro_batch_tokens, self._divisor
         if self._update.mean_of_each_call:
@@ -255,7 +255,7 @@ class Passes:
         return _payload(inputs.grad, stage.gradients)
 
     def validation_forward(self, index: int, inputs: Payload | None) -> tuple[Payload | None, float, int]:
-        self._recipe.tuning.micro_batch = None
+        self._recipe.tuning.draw_masks(None)
         lost = translate_lost_members() if self._recipe.shard is not None else nullcontext()
         with torch.no_grad(), self._recipe.arithmetic(), _memory_errors(), lost:
             batch = self._batches.validation_batch(index)
@@ -267,7 +267,7 @@ class Passes:
 
     def _run(self, flight: _Flight, inputs: Payload | None) -> Tensor:
         with self._recipe.arithmetic(), _memory_errors():
-            self._recipe.tuning.micro_batch = flight.step, flight.index
+            self._recipe.tuning.draw_masks((flight.step, flight.index))
             batch = self._batches.training_batch(flight.step, flight.index)
             x = self._entering(batch, inputs)
             entering = None if self._recipe.part.first else x.requires_grad_()

@@ -145,13 +145,8 @@ class Tuning:
                 nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
         return made
 
-    @property
-    def micro_batch(self) -> tuple[int, int] | None:
-        """Step and index of the micro-batch whose dropout masks are drawn; None: no dropout."""
-        return self._micro_batch
-
-    @micro_batch.setter
-    def micro_batch(self, value: tuple[int, int] | None) -> None:
+    def draw_masks(self, value: tuple[int, int] | None) -> None:
+        """Draw dropout masks of a micro-batch, by step and index, in the passes that follow; None: no dropout."""
         if value == self._micro_batch:
             return
         self._micro_batch = value
