@@ -169,16 +169,15 @@ def _override_layer(sets: Sequence[str]) -> _Layer:
 
 def read_toml(path: Path, what: str = "profile") -> tuple[str, dict[str, Any]]:
     """The text of a file, and the TOML document that it is. ``what``: for messages. Raises ``ConfigError``."""
+    remedy = "is this the right file?"
     try:
         with path.open("rb") as file:
             content = file.read(_FILE_LIMIT_BYTES + 1)  # a pipe or a device has no size to check
         if len(content) > _FILE_LIMIT_BYTES:
-            raise ConfigError(
-                f"{path} is larger than a {what} may be ({_FILE_LIMIT_BYTES} bytes)", remedy="is this the right file?"
-            )
+            raise ConfigError(f"{path} is larger than a {what} may be ({_FILE_LIMIT_BYTES} bytes)", remedy=remedy)
         text = content.decode("utf-8-sig")  # some editors write a byte order mark
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not UTF-8 text", remedy="is this the right file?") from None
+        raise ConfigError(f"{path} is not UTF-8 text", remedy=remedy) from None
     except OSError as error:
         ships = f", or name a profile that ships: {', '.join(shipped())}" if what == "profile" else ""
         text = f"cannot read the {what} {path}: {error.strerror or error}"

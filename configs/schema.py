@@ -58,11 +58,8 @@ class Job(Table):
     """The run as a whole."""
 
     strategy: Literal["sync", "pipeline", "sharded", "local", "federated", "server"] = "sync"
-    """What members exchange: 'sync' reduces the gradients of every step; 'pipeline' also splits the model over several
-    workers by its layers (see [pipeline]), 'sharded' by the rows of its tensors (see [sharded]); 'local' exchanges
-    rarely, after many steps of each member on its own (see [local]); 'federated' averages the models of workers that
-    train on their own texts (see [federated]); 'server': one member applies what the others compute, and none waits for
-    a slower one (see [server])."""
+    """What members exchange: 'sync' reduces the gradients of every step. The table of each other strategy says what it
+    does: [pipeline], [sharded], [local], [federated], [server]."""
     steps: int = Field(default=400, ge=1, le=10**9)
     """Optimizer steps of the whole run."""
     seed: int = Field(default=1337, ge=0, lt=2**63)
@@ -648,8 +645,26 @@ _NEEDS: dict[str, tuple[tuple[str, tuple[Any, ...], str], ...]] = {
         ("validation.every", (0,), "losses tell about a text"),
         ("robust.rule", ("",), "how far one worker's text can move the result of a rule is not known"),
     ),
+    "data.format = preference": (
+        ("job.strategy", ("sync", "local"), "only whole models that are alike at all workers learn from pairs"),
+        ("optimizer.label_smoothing", (0.0,), "a pair's loss has no such term"),
+        ("optimizer.z_loss", (0.0,), "a pair's loss has no such term"),
+        ("privacy.epsilon", (0.0,), "it is counted for sequences, and a pair has two"),
+        ("data.limit_bytes", (0,), "pairs are read whole"),
+    ),
+    "device.precision = bf16-weights": (
+        ("job.strategy", ("sync", "pipeline", "sharded", "local", "server"), "rounds save, or change, frozen weights"),
+        ("model.freeze", ([],), "frozen weights are rounded in memory, and would be saved so"),
+    ),
+    "device.compile = on": (
+        ("job.exact", (False,), "compiled layers round in another way than those of a worker that has not compiled"),
+        ("device.precision", ("fp32", "bf16", "bf16-weights"), "TF32 is switched for passes while layers are compiled"),
+    ),
+    "optimizer.name = muon": (
+        ("job.strategy", _NOT_SHARDED, "Muon needs whole matrices, and a shard has rows of them"),
+    ),
 }
-"""A setting → where it is on, what other settings must be: key, allowed values, and why."""
+"""A setting → where it is on, or has the value, what other settings must be: key, allowed values, and why."""
 _PRIVACY_NEEDS = {
     "member": (
         ("job.strategy", ("local", "federated"), "only changes of whole copies are clipped and noised"),
@@ -663,27 +678,6 @@ _PRIVACY_NEEDS = {
     ),
 }
 """The same for privacy.epsilon, by privacy.unit."""
-_VALUE_NEEDS: dict[tuple[str, str], tuple[tuple[str, tuple[Any, ...], str], ...]] = {
-    ("data.format", "preference"): (
-        ("job.strategy", ("sync", "local"), "only whole models that are alike at all workers learn from pairs"),
-        ("optimizer.label_smoothing", (0.0,), "a pair's loss has no such term"),
-        ("optimizer.z_loss", (0.0,), "a pair's loss has no such term"),
-        ("privacy.epsilon", (0.0,), "it is counted for sequences, and a pair has two"),
-        ("data.limit_bytes", (0,), "pairs are read whole"),
-    ),
-    ("device.precision", "bf16-weights"): (
-        ("job.strategy", ("sync", "pipeline", "sharded", "local", "server"), "rounds save, or change, frozen weights"),
-        ("model.freeze", ([],), "frozen weights are rounded in memory, and would be saved so"),
-    ),
-    ("device.compile", "on"): (
-        ("job.exact", (False,), "compiled layers round in another way than those of a worker that has not compiled"),
-        ("device.precision", ("fp32", "bf16", "bf16-weights"), "TF32 is switched for passes while layers are compiled"),
-    ),
-    ("optimizer.name", "muon"): (
-        ("job.strategy", _NOT_SHARDED, "Muon needs whole matrices, and a shard has rows of them"),
-    ),
-}
-"""The same for a setting with a value."""
 
 
 def _check(profile: Profile) -> None:
@@ -698,9 +692,9 @@ def _check(profile: Profile) -> None:
     if (strategy == "pipeline") != (stages >= 2):
         remedy = "strategy 'pipeline' with pipeline.stages of 2 or more, or another strategy with 0"
         raise _conflict(profile, "job.strategy", "pipeline.stages", why="they contradict each other", remedy=remedy)
-    by_value = ((key, needs) for (key, value), needs in _VALUE_NEEDS.items() if profile.value(key) == value)
-    for key, needs in (*_NEEDS.items(), ("privacy.epsilon", _PRIVACY_NEEDS[profile.privacy.unit]), *by_value):
-        for need in needs:
+    for setting, needs in (*_NEEDS.items(), ("privacy.epsilon", _PRIVACY_NEEDS[profile.privacy.unit])):
+        key, _, value = setting.partition(" = ")
+        for need in needs if value in ("", profile.value(key)) else ():
             _check_need(profile, key, *need)
     match strategy:
         case "pipeline":
@@ -904,7 +898,7 @@ def render_example() -> str:
 
 
 def _comment(text: str | None) -> list[str]:
-    return textwrap.wrap(" ".join((text or "").split()), 110, initial_indent="# ", subsequent_indent="# ")
+    return textwrap.wrap(" ".join((text or "").split()), 118, initial_indent="# ", subsequent_indent="# ")
 
 
 if __name__ == "__main__":
