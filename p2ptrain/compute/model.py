@@ -35,7 +35,7 @@ from transformers.utils.generic import ModelOutput
 
 from p2ptrain.core.adapters import is_adapter
 from p2ptrain.core.errors import ConfigError
-from p2ptrain.core.tensor_files import adapter_alone
+from p2ptrain.core.tensor_files import NEEDED_FILES, adapter_alone
 from p2ptrain.core.tokenizer_files import is_without_weights
 
 transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -215,15 +215,12 @@ def load_model(
             output_loading_info=True,
         )
     except _LOAD_ERRORS as error:
-        raise ConfigError(
-            f"cannot load a model from {directory}: {first_line(error)}",
-            remedy="it needs config.json and *.safetensors, as save_pretrained writes them",
-        ) from error
+        text = f"cannot load a model from {directory}: {first_line(error)}"
+        raise ConfigError(text, remedy=NEEDED_FILES) from error
     if missing := sorted(report["missing_keys"]):
         text = f"the weights in {directory} lack {missing[0]} and {len(missing) - 1} other tensors"
-        raise ConfigError(
-            text, remedy="copy all *.safetensors of the model there, with the config.json that belongs to them"
-        )
+        remedy = "copy all *.safetensors of the model there, with the config.json that belongs to them"
+        raise ConfigError(text, remedy=remedy)
     return cast(PreTrainedModel, model)
 
 
@@ -238,10 +235,8 @@ def directory_config(directory: Path) -> PretrainedConfig:
     except ConfigError:
         raise
     except _LOAD_ERRORS as error:
-        raise ConfigError(
-            f"{directory} is not a model directory: {first_line(error)}",
-            remedy="it needs config.json and *.safetensors, as save_pretrained writes them",
-        ) from error
+        text = f"{directory} is not a model directory: {first_line(error)}"
+        raise ConfigError(text, remedy=NEEDED_FILES) from error
     return without_dropout(config)
 
 
@@ -250,12 +245,9 @@ def check_architecture(name: str) -> None:
     known = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, LstmConfig.model_type]
     if name not in known:
         close = difflib.get_close_matches(name, known, n=3)
-        raise ConfigError(
-            f"model.architecture = {name!r} is not a causal language model of transformers",
-            remedy=f"did you mean {' or '.join(close)}?"
-            if close
-            else "see the transformers documentation for the names",
-        )
+        text = f"model.architecture = {name!r} is not a causal language model of transformers"
+        remedy = f"did you mean {' or '.join(close)}?" if close else "see the transformers documentation for the names"
+        raise ConfigError(text, remedy=remedy)
 
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:

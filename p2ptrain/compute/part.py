@@ -160,10 +160,8 @@ class PartAssembly:
         the configuration's, or the dtype is not floating point."""
         expected, shape = self._shape_of(name), tuple(tensor.shape)
         if shape != expected or not tensor.is_floating_point():
-            raise ConfigError(
-                f"{name} has shape {shape} and {tensor.dtype}; config.json requires floats of shape {expected}",
-                remedy=_REMEDY,
-            )
+            text = f"{name} has shape {shape} and {tensor.dtype}; config.json requires floats of shape {expected}"
+            raise ConfigError(text, remedy=_REMEDY)
         # Always a copy: a view would keep its base, such as a whole file, alive or mapped.
         self._adopt(name, tensor.detach().to(self._device, self._sources[name][0].dtype, copy=True))
 
@@ -172,10 +170,8 @@ class PartAssembly:
         the dtype is not usable, or the size is wrong."""
         shape = self._shape_of(name)
         if dtype not in FILE_DTYPES:
-            raise ConfigError(
-                f"{name} has dtype {dtype}; a part supports only {', '.join(FILE_DTYPES)}",
-                remedy="use the model's unquantized weights",
-            )
+            text = f"{name} has dtype {dtype}; a part supports only {', '.join(FILE_DTYPES)}"
+            raise ConfigError(text, remedy="use the model's unquantized weights")
         size_bytes = math.prod(shape) * FILE_DTYPES[dtype].itemsize
         if data.nbytes != size_bytes:
             text = f"{name} as {dtype} has {data.nbytes} bytes; config.json requires {size_bytes}"
@@ -203,10 +199,8 @@ class PartAssembly:
         if len(stored) < 2 or self.wanted.keys().isdisjoint(stored):
             return
         if len({hashlib.blake2b(table.read(name)).digest() for name in stored}) > 1:
-            raise ConfigError(
-                f"{' and '.join(stored)} differ in {table.directory}, but config.json ties them",
-                remedy="set tie_word_embeddings to false in its config.json",
-            )
+            text = f"{' and '.join(stored)} differ in {table.directory}, but config.json ties them"
+            raise ConfigError(text, remedy="set tie_word_embeddings to false in its config.json")
 
     def build_model(self) -> PartModel:
         """The part. Raises ``ConfigError`` if a tensor was not placed, or a buffer cannot be computed."""

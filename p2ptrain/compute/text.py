@@ -203,15 +203,13 @@ class TextWriter:
 
 
 def _json_map(path: Path) -> dict[str, Any]:
+    remedy = "give a model directory that save_pretrained wrote"
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"cannot read {path}: {getattr(error, 'strerror', None) or error}",
-            remedy="give a model directory that save_pretrained wrote",
-        ) from error
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}", remedy=remedy) from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{path} is not a JSON object", remedy="give a model directory that save_pretrained wrote")
+        raise ConfigError(f"{path} is not a JSON object", remedy=remedy)
     return value
 
 

@@ -25,6 +25,8 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
+NEEDED_FILES = "it needs config.json and *.safetensors, as save_pretrained writes them"
+"""The remedy for a directory that is no model."""
 MAX_HEADER_BYTES = 16 << 20
 """The header of a hundred thousand tensors takes about 12 MB; the largest single-file models have fewer."""
 MAX_TENSORS = 1 << 17
@@ -130,14 +132,10 @@ class TensorTable:
             if not file and (directory / ADAPTER_CONFIG).is_file():
                 raise adapter_alone(directory)
             if pickled := sorted(path.name for path in directory.glob("*.bin")):
-                raise ConfigError(
-                    f"the weights in {directory} are pickled ({pickled[0]}), and loading these could run any code",
-                    remedy="save them as safetensors: load the model with transformers, then save_pretrained",
-                )
-            raise ConfigError(
-                f"{directory} has no weights in safetensors",
-                remedy="it needs config.json and *.safetensors, as save_pretrained writes them",
-            )
+                text = f"the weights in {directory} are pickled ({pickled[0]}), and loading these could run any code"
+                remedy = "save them as safetensors: load the model with transformers, then save_pretrained"
+                raise ConfigError(text, remedy=remedy)
+            raise ConfigError(f"{directory} has no weights in safetensors", remedy=NEEDED_FILES)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytearray:
         """Read bytes [start, stop) of a tensor; by default all. Raises ``KeyError``, ``ValueError``: no such tensor or
