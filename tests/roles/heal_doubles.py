@@ -13,8 +13,6 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
-import xxhash
-
 from configs.schema import Profile
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError
@@ -22,7 +20,7 @@ from p2ptrain.core.world import LoopClock, Network, World
 from p2ptrain.lab.stand_in import StandInEngine
 from ring.token import first_lineage, next_lineage
 from ring.view import View
-from roles.snapshots import Snapshots
+from roles.snapshots import Snapshots, digest_of
 from roles.worker.context import BeatTimes, PeerContext
 from roles.worker.heal_source import HealSource
 from wire.connection import Connection
@@ -97,7 +95,7 @@ class Member:
         for index in range(Profile().batch.micro_batches):
             engine.micro_batch(step, index)
         engine.finish_gradients()
-        digest = xxhash.xxh3_128_digest(engine.reduce_buffer.tobytes())
+        digest = digest_of(memoryview(engine.reduce_buffer.tobytes()))
         await self.heal_source.keep(engine)
         core.square_sum = engine.partial_square_sum(0, engine.reduce_buffer.size)
         engine.apply(step, core.square_sum)
