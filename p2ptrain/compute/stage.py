@@ -25,9 +25,8 @@ from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.footprint import (
     MOMENTS,
     copies,
-    head_kept_bytes,
     in_flight_that_fit,
-    layer_kept_bytes,
+    layers_kept_bytes,
     part_training_bytes,
 )
 from p2ptrain.core.tensor_files import TensorTable
@@ -154,9 +153,10 @@ def kept_bytes(config: PretrainedConfig, tokens: int, part: LayerRange, *, layer
     """Bytes kept from a micro-batch's forward pass to its backward pass: a lower bound, see ``core.footprint``.
     ``layers_kept``: whether each layer keeps what its backward pass needs; else only its input."""
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    kept = layer_kept_bytes(tokens, width=config.hidden_size, inner=inner)
-    kept = len(part) * kept if layers_kept else len(part) * 4 * tokens * config.hidden_size + kept
-    return kept + (head_kept_bytes(tokens, vocab=config.vocab_size) if part.last else 0)
+    vocab = config.vocab_size if part.last else 0
+    return layers_kept_bytes(
+        len(part), tokens, width=config.hidden_size, inner=inner, vocab=vocab, layers_kept=layers_kept
+    )
 
 
 def fit_training(

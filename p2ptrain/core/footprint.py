@@ -40,15 +40,17 @@ def memory_left_bytes() -> int | None:
         return None
 
 
-def layer_kept_bytes(tokens: int, *, width: int, inner: int) -> int:
-    """Bytes that a layer keeps for a micro-batch's backward pass: in fp32, per token, about 16 times its width and 3
-    times that of its feed-forward layer. A lower bound: attention adds to it."""
-    return 4 * tokens * (16 * width + 3 * inner)
+def layers_kept_bytes(
+    layers: int, tokens: int, *, width: int, inner: int, vocab: int = 0, layers_kept: bool = True
+) -> int:
+    """Bytes kept from a micro-batch's forward pass to its backward pass, in fp32. A lower bound: attention adds to it.
 
-
-def head_kept_bytes(tokens: int, *, vocab: int) -> int:
-    """Bytes that the head keeps for the backward pass: the logits, their softmax and its gradient."""
-    return 12 * tokens * vocab
+    A layer keeps per token about 16 times its width and 3 times that of its feed-forward layer. Without
+    ``layers_kept`` only one does at a time, and each keeps its input. ``vocab``: of the head, which keeps the logits,
+    their softmax and its gradient; 0: there is none.
+    """
+    layer_bytes, input_bytes = 4 * tokens * (16 * width + 3 * inner), 4 * tokens * width
+    return (layers * layer_bytes if layers_kept else layers * input_bytes + layer_bytes) + 12 * tokens * vocab
 
 
 def least_in_flight(schedule: str, micro_batches: int, to_end: int, most: int) -> int:

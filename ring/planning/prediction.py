@@ -208,10 +208,7 @@ class _Step:
         return int(factor * held_bytes) + self.kept_bytes() + self.state_bytes
 
     def kept_bytes(self) -> int:
-        training, layers = self.training, self.training.layers
-        if self.method.layers_kept:
-            return training.kept_bytes(0, layers)
-        return layers * 4 * training.tokens * training.shape.width + training.kept_bytes(layers - 1, layers)
+        return self.training.kept_bytes(0, self.training.layers, layers_kept=self.method.layers_kept)
 
     def take(self, number: int) -> None:
         """Use the first ``number`` members. Raises ``UserError`` if there are fewer."""

@@ -18,10 +18,9 @@ from p2ptrain.core.footprint import (
     GPIPE,
     ModelSizes,
     copies,
-    head_kept_bytes,
     in_flight_that_fit,
     kept_moments,
-    layer_kept_bytes,
+    layers_kept_bytes,
     least_in_flight,
     part_training_bytes,
 )
@@ -141,11 +140,11 @@ class TrainingWorkload:
         """Bytes of what trains of a stage's weights; its gradients have as many."""
         return int(self.trained * self.sizes.weights_bytes(start, stop))
 
-    def kept_bytes(self, start: int, stop: int) -> int:
+    def kept_bytes(self, start: int, stop: int, *, layers_kept: bool = True) -> int:
         """Memory that a stage keeps for a micro-batch's backward pass."""
-        layer_bytes = layer_kept_bytes(self.tokens, width=self.shape.width, inner=self.shape.inner)
-        head_bytes = head_kept_bytes(self.tokens, vocab=self.shape.vocab) if stop == self.layers else 0
-        return (stop - start) * layer_bytes + head_bytes
+        shape, vocab = self.shape, self.shape.vocab if stop == self.layers else 0
+        kinds = {"width": shape.width, "inner": shape.inner, "vocab": vocab}
+        return layers_kept_bytes(stop - start, self.tokens, **kinds, layers_kept=layers_kept)
 
     def inputs_bytes(self, start: int) -> int:
         return self.activation_bytes if start else 0
