@@ -33,6 +33,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_utils import str_to_torch_dtype
 
 from p2ptrain.compute.activations import bytes_of, tensor_of
 from p2ptrain.compute.flat import Segment
@@ -57,18 +58,7 @@ PARAMETERS = "parameters"
 _TIED = "tied"
 MAX_NOTES_BYTES = 1 << 20
 _ELEMENT_BYTES = 4  # the state is fp32
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_DTYPES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
 
 PlannedTensor = tuple[str, str, tuple[int, ...], list[bytes | BlobRange]]
 """Name, safetensors' dtype, shape, content."""
