@@ -332,10 +332,6 @@ class MemberProcess(ABC):
             self.notify("warning", "terms", f"cannot store the seed's term: {problem.message}")
 
 
-def _admit(hello: Hello) -> Refuse | None:
-    return None
-
-
 class ServingMember(MemberProcess):
     """A member with a program; see the module's docstring.
 
@@ -375,7 +371,7 @@ class ServingMember(MemberProcess):
         """The host at which the current or last seed was dialled. Peers on the seed's machine are reached there."""
         return self._link.host
 
-    def answer(self, purpose: str, serve: Serve, *, judge: Judge = _admit) -> None:
+    def answer(self, purpose: str, serve: Serve, *, judge: Judge = lambda hello: None) -> None:
         """Admit callers with this purpose from now on. Over TLS ``wire.handshake`` checks that they may have it."""
         if purpose not in PURPOSES[self.role]:
             raise ValueError(f"a {self.role} is not dialled for {purpose!r}")

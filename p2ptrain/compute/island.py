@@ -278,8 +278,7 @@ class IslandTrainer(Trainer):
     state: IslandState
 
     def __init__(self, spec: TrainingSpec, device: ComputeDevice, island: Island, memory_bytes: int = 0) -> None:
-        if device.kind == "cuda":  # of this thread; FSDP2 asks for it
-            torch.cuda.set_device(device.torch_device)
+        device.enter_thread()  # FSDP2 asks for the thread's device
         shard = ShardSpec(island.mesh, accumulate=False, memory_bytes=memory_bytes)
         super().__init__(
             ModelRecipe(spec, device, shard=shard),

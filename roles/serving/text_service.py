@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any, Protocol
 
 from p2ptrain.compute.text import ASSISTANT, SYSTEM, USER, ChatFormat, Conversation, ModelText, TextWriter
@@ -243,16 +244,9 @@ class OpenedSession:
     def usable_prefix(self, ids: Sequence[int], positions: int, sampling: Sampling) -> int:
         """Length of the prefix of ``ids`` that it has; 0: it does not fit, or another conversation may still need
         it."""
-        same = common_prefix(self.ids, ids)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.ids, ids, strict=False)))
         fits = self.positions >= positions and self.sampling == sampling and not self.session.lost
         return same if fits and 2 * same >= len(self.ids) else 0
-
-
-def common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
-    for place, (left, right) in enumerate(zip(ids, others, strict=False)):
-        if left != right:
-            return place
-    return min(len(ids), len(others))
 
 
 class IdleSessions:
