@@ -124,9 +124,11 @@ class BlockCompiler:
             self._problem = error
 
     def _begin(self, step: int, steps: int) -> None:
+        if self._blocks and self._problem is None and not self._samples:
+            return  # the step had no micro-batch for this member, or was aborted before
         for hook in self._hooks:
             hook.remove()
-        if self._problem is None and not self._samples:
+        if not self._blocks:
             raise ValueError("it has none")
         self._device.wait()  # for the copies
         self.thread = threading.Thread(target=self._compile, name="compile", daemon=True)

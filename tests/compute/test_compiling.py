@@ -205,6 +205,17 @@ def test_steps_go_on_while_blocks_are_compiled(text_file: Path, device: ComputeD
     assert text.endswith(" times as fast: used from step 5")
 
 
+def test_step_without_micro_batches_does_not_end_compiling(text_file: Path, device: ComputeDevice) -> None:
+    """A slow member may have no share of a step, and a step may be aborted before its first pass."""
+    trainer = tiny_trainer(text_file, device=device, compile="on")
+    trainer.begin_step(0, 0, 0)
+    trainer.finish_gradients()
+    for step in range(1, 4):
+        run_step(trainer, step)
+        join(trainer)
+    assert [level for level, _ in trainer.notices] == ["info"]
+
+
 def test_another_number_of_threads_needs_other_code(text_file: Path, device: ComputeDevice, backend: Backend) -> None:
     """torch compiles for one."""
     trainer = tiny_trainer(text_file, device=device, compile="on")
