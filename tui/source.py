@@ -57,10 +57,8 @@ class SeedSource:
     async def request(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
         """Ask the seed to do something. Raises ``Refused``, ``ConnectionLost`` or ``DeadlineExceeded``."""
         if self._client is None or self.store.link.phase is not LinkPhase.LIVE:
-            raise ConnectionLost(
-                f"there is no connection to the seed at {self.address}",
-                remedy="it is dialled again automatically; try again when the header says live",
-            )
+            remedy = "it is dialled again automatically; try again when the header says live"
+            raise ConnectionLost(f"there is no connection to the seed at {self.address}", remedy=remedy)
         return await self._client.request(method, params, timeout_s=REQUEST_TIMEOUT_S)
 
     async def run(self) -> None:

@@ -130,10 +130,8 @@ def step(
     _check_backend(backend, plain=not (link or tls))
     micro_batches = loaded.batch.micro_batches
     if micro_batches < workers:
-        raise UserError(
-            f"{workers} workers cannot share the {micro_batches} micro-batches of {profile}",
-            remedy=f"give --workers {micro_batches} or less, or --set batch.micro_batches={workers}",
-        )
+        remedy = f"give --workers {micro_batches} or less, or --set batch.micro_batches={workers}"
+        raise UserError(f"{workers} workers cannot share the {micro_batches} micro-batches of {profile}", remedy=remedy)
     ring = BenchRing(link, tls, max(1, loaded.ring.streams), loaded.ring.sub_chunk_bytes, codec)
     rivals = tuple(GROUPED) if backend == "torch" else (DDP,)
     plan = StepPlan(loaded, Path(profile).stem, workers, threads, steps, ring, rivals, device)
@@ -357,10 +355,8 @@ def _check_device(device: str) -> None:
 def _check_backend(backend: str, *, plain: bool) -> None:
     check_one_of("--backend", backend, ["ring", "torch"])
     if backend == "torch" and not plain:
-        raise UserError(
-            "--backend torch measures plain near connections only",
-            remedy="leave out --link, --tls and --codec",
-        )
+        remedy = "leave out --link, --tls and --codec"
+        raise UserError("--backend torch measures plain near connections only", remedy=remedy)
 
 
 def make_table(report: BenchReport) -> tuple[list[str], list[list[str]]]:

@@ -343,9 +343,8 @@ class ChatSession:
         elif name == "/save":
             self._save(rest.strip())
         else:
-            raise UserError(
-                f"there is no command {name}", remedy="/help lists them; begin with a space to send it to the model"
-            )
+            remedy = "/help lists them; begin with a space to send it to the model"
+            raise UserError(f"there is no command {name}", remedy=remedy)
         return True
 
     def _save(self, name: str) -> None:

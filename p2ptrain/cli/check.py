@@ -217,9 +217,8 @@ class ProbeContext:
         trip_s, skew_s = min(await self._ping())
         difference = f"{abs(skew_s):.2f} s {'ahead of' if skew_s > 0 else 'behind'} this machine (± {trip_s / 2:.3f} s)"
         if abs(skew_s) > 30.0:
-            raise UserError(
-                f"the seed's clock is {difference}", remedy="set both clocks by NTP: times in logs will mislead"
-            )
+            remedy = "set both clocks by NTP: times in logs will mislead"
+            raise UserError(f"the seed's clock is {difference}", remedy=remedy)
         return f"the seed's is {difference}"
 
     async def measure_round_trip(self) -> str:

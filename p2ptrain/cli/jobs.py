@@ -165,9 +165,8 @@ def _begin_from(
         text = f"{checkpoint!r} is neither a directory here nor a checkpoint of the seed"
         raise UserError(text, remedy="see p2ptrain checkpoints list")
     if found.stage is not None:
-        raise UserError(
-            f"{checkpoint} has a part of a model", remedy="choose one that is whole: p2ptrain checkpoints list"
-        )
+        remedy = "choose one that is whole: p2ptrain checkpoints list"
+        raise UserError(f"{checkpoint} has a part of a model", remedy=remedy)
     info, spec = ask(seed, lambda client: client.job(found.job))
     tables = Profile.from_spec_untrusted(spec).model_dump()
     if tables["lora"]["rank"]:

@@ -159,10 +159,8 @@ class JoinOptions:
         of_workers = {"--device": bool(device), "--memory": bool(memory_bytes), "--threads": bool(threads)}
         extra = next((option for option, is_set in of_workers.items() if is_set), None)
         if self.split is not None and extra is not None:
-            raise UserError(
-                f"{extra} does not apply to a verifier with --split: workers compute its model",
-                remedy=f"leave it out, and give it to the workers: p2ptrain join {extra} ...",
-            )
+            text = f"{extra} does not apply to a verifier with --split: workers compute its model"
+            raise UserError(text, remedy=f"leave it out, and give it to the workers: p2ptrain join {extra} ...")
         check_http(self.http_place, self.api_keys)
         if self.api_keys is not None:
             from roles.http.access import read_key

@@ -143,10 +143,8 @@ def tui(seed: SeedArgument = "") -> None:
       p2ptrain tui @./run
     """
     if not at_terminal():
-        raise UserError(
-            "the full-screen view needs a terminal, and there is no terminal here",
-            remedy="for scripts there are `p2ptrain jobs list --json` and `p2ptrain peers list --json`",
-        )
+        remedy = "for scripts there are `p2ptrain jobs list --json` and `p2ptrain peers list --json`"
+        raise UserError("the full-screen view needs a terminal, and there is no terminal here", remedy=remedy)
     from p2ptrain.cluster.access import read_target, shown_address
     from tui.app import run_tui
 

@@ -243,10 +243,8 @@ async def dial_verifier(seed: str, name: str) -> VerifierClient:
 def choose_verifier(verifiers: Sequence[ServingInfo], name: str) -> ServingInfo:
     """The verifier with this name or id; without a name the least busy one. Raises ``UserError``."""
     if not verifiers:
-        raise UserError(
-            "no verifier is connected to write text",
-            remedy=f"start one: p2ptrain join SEED --role verifier --model DIR, {_OTHER_WAYS}",
-        )
+        remedy = f"start one: p2ptrain join SEED --role verifier --model DIR, {_OTHER_WAYS}"
+        raise UserError("no verifier is connected to write text", remedy=remedy)
     named = [info for info in verifiers if info.id == name] or [info for info in verifiers if name in ("", info.name)]
     listed = ", ".join(
         f"{info.name} ({info.model}, weights {info.weights[:8]}, id {info.id})" for info in named or verifiers

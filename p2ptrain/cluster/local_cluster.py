@@ -375,9 +375,8 @@ def own_texts(profile: Profile, workers: int, data: list[str]) -> tuple[str, ...
     if not data and profile.data.path == STDLIB:
         data = [f"{STDLIB}/{STDLIB_PARTS[index % len(STDLIB_PARTS)]}" for index in range(workers)]
     if len(data) not in (0, workers):
-        raise UserError(
-            f"{workers} workers and {len(data)} texts", remedy=f"give --data {workers} times, or not at all"
-        )
+        remedy = f"give --data {workers} times, or not at all"
+        raise UserError(f"{workers} workers and {len(data)} texts", remedy=remedy)
     for path in data:
         find_files(path, profile.data.format)  # fail here, not in each worker
     return tuple(data)

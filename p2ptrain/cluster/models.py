@@ -51,10 +51,8 @@ def load_for(
     wanted, source = loaded.profile.job.workers, loaded.sources["job.workers"]
     if wanted <= workers:
         return loaded.profile
-    raise UserError(
-        f"{source}: the job needs {wanted} workers to begin, and {workers} would be started",
-        remedy=f"give --workers {wanted}, or --set job.workers={workers}",
-    )
+    remedy = f"give --workers {wanted}, or --set job.workers={workers}"
+    raise UserError(f"{source}: the job needs {wanted} workers to begin, and {workers} would be started", remedy=remedy)
 
 
 def resolve_inputs(profile: Profile, *, download: bool = False, quiet: bool = False) -> Profile:

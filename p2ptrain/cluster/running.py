@@ -91,10 +91,8 @@ def the_running_seed(state: Path | None = None) -> tuple[str, int]:
         remedy = f"start it: p2ptrain seed --state {state}" + (f"; running: {_list_seeds(found)}" if found else "")
         raise UserError(f"no seed of yours runs with --state {state}", remedy=remedy)
     if len(found) > 1:
-        raise UserError(
-            f"{len(found)} seeds of yours run on this machine: {_list_seeds(found)}",
-            remedy="name one of them: --seed @DIR, its --state, or --seed ADDRESS",
-        )
+        text = f"{len(found)} seeds of yours run on this machine: {_list_seeds(found)}"
+        raise UserError(text, remedy="name one of them: --seed @DIR, its --state, or --seed ADDRESS")
     return found[0].address if found else ("127.0.0.1", DEFAULT_PORT)
 
 

@@ -120,10 +120,8 @@ async def plan_split(
     finally:
         await client.close()
     if not workers:
-        raise UserError(
-            "no worker has joined to hold a part of the model",
-            remedy="start some: p2ptrain join, or all on this machine: p2ptrain up --split 2 --checkpoint DIR",
-        )
+        remedy = "start some: p2ptrain join, or all on this machine: p2ptrain up --split 2 --checkpoint DIR"
+        raise UserError("no worker has joined to hold a part of the model", remedy=remedy)
     async with plan_on_workers(context, workers, options, checkpoint or held, text, positions_of, console) as plan:
         yield plan
 

@@ -203,10 +203,8 @@ class TrainingRun:
             if job.steps_total < profile.job.steps:
                 self._console.event("info", f"{text}; it goes on to step {profile.job.steps:,}")
                 return job.id
-            raise UserError(
-                f"{self.cluster.root}: {text}, more than job.steps = {profile.job.steps:,}",
-                remedy="--new begins another one at step 0",
-            )
+            remedy = "--new begins another one at step 0"
+            raise UserError(f"{self.cluster.root}: {text}, more than job.steps = {profile.job.steps:,}", remedy=remedy)
         return ""
 
     async def _lengthen(self, job: str, steps: int) -> None:
@@ -446,10 +444,8 @@ async def resume_unfinished(
         elif cancel_others:
             await client.tell_job(job.id, "cancel")
         else:
-            raise UserError(
-                f"{root} holds an unfinished job {job.name} ({job.id}) of other settings",
-                remedy="give the same settings to continue it, --new to cancel it, or another --state",
-            )
+            remedy = "give the same settings to continue it, --new to cancel it, or another --state"
+            raise UserError(f"{root} holds an unfinished job {job.name} ({job.id}) of other settings", remedy=remedy)
     return found
 
 

@@ -188,10 +188,8 @@ def check_fits(what: str, need_bytes: int) -> None:
     """Raises ``ResourceError`` if so much memory is not free."""
     available_bytes = free_memory_bytes("cpu")
     if need_bytes > available_bytes:
-        raise ResourceError(
-            f"{what} need {need_bytes / 2**30:.1f} GiB, {available_bytes / 2**30:.1f} GiB are free",
-            remedy="choose smaller numbers: see --help",
-        )
+        text = f"{what} need {need_bytes / 2**30:.1f} GiB, {available_bytes / 2**30:.1f} GiB are free"
+        raise ResourceError(text, remedy="choose smaller numbers: see --help")
 
 
 def repeats_for(operation_s: float) -> int:
