@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import permutations, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -209,15 +209,11 @@ def equal_members(
     host_flops: float = 0.0,
 ) -> DescribedCluster:
     """Equal workers of this machine, over an emulated link, or over the loopback. ``memory_bytes``: 0: unknown."""
-    there = [
-        CandidateWorker(
-            f"worker-{number:02}", f"worker-{number}", memory_bytes or math.inf, flops, True, "here", host_flops
-        )
-        for number in range(1, workers + 1)
-    ]
+    equal = memory_bytes or math.inf, flops, True, "here", host_flops
+    there = [CandidateWorker(f"worker-{number:02}", f"worker-{number}", *equal) for number in range(1, workers + 1)]
     preset = preset_named(link) if link else None
     link_quality = LinkQuality.of_preset(preset) if preset else loopback
-    pairs = [(source.id, target.id) for source in there for target in there if source is not target]
+    pairs = permutations((worker.id for worker in there), 2)
     links = dict.fromkeys(pairs, link_quality) if link_quality else {}
     return DescribedCluster(tuple(there), links, emulated=True, burst_bytes=preset.burst_bytes if preset else 0)
 
