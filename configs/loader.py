@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -255,14 +256,10 @@ def _parse_value(key: str, text: str) -> object:
         return [int(part) if part.isascii() and part.isdigit() else part for part in parts]
     if kind not in (int, float):
         return text[1:-1] if len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'" else text
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)  # for an int key, too: the schema then reports the error
-    except ValueError:
-        return text
+    for convert in (int, float):  # both for an int key, too: the schema then reports the error
+        with suppress(ValueError):
+            return convert(text)
+    return text
 
 
 # -------------------------------------------------------------------------------------------------------------- checks
@@ -311,11 +308,8 @@ def _validate(values: dict[str, object], places: dict[str, str]) -> Profile:
 
 
 _COMPLAINTS = {
-    "int_parsing": "must be a whole number",
-    "float_parsing": "must be a number",
-    "int_type": "must be a whole number",
-    "int_from_float": "must be a whole number",
-    "float_type": "must be a number",
+    **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "must be a whole number"),
+    **dict.fromkeys(("float_parsing", "float_type"), "must be a number"),
     "finite_number": "must be a finite number",
     "bool_type": "must be true or false",
     "string_type": "must be text",
