@@ -327,15 +327,13 @@ class Conversation:
     """The turns of a conversation, the system's first, and which of them still go into the prompt."""
 
     def __init__(self, system: str = "") -> None:
-        self.turns: list[Turn] = []
         self._system = system
-        self._first = 0  # index of the first turn in the prompt after the system's
         self.reset()
 
     def reset(self) -> None:
         """Start over with the same system text."""
         self.turns = [Turn(SYSTEM, self._system)] if self._system else []
-        self._first = len(self.turns)
+        self._first = len(self.turns)  # index of the first turn in the prompt after the system's
 
     def ask(self, text: str) -> None:
         self.turns.append(Turn(USER, text))
