@@ -157,6 +157,12 @@ class DraftedText:
         self._sent = stop
         return [send]
 
+    def validate(self) -> None:
+        assert self._prompt <= self._verified <= len(self._ids) <= self._positions
+        assert self._verified <= self._sent <= len(self._ids)
+        assert self._held <= len(self._ids)
+        assert self.epoch <= self.number
+
 
 def sampling_untrusted(opening: DraftOpen) -> Sampling:
     """How a verifier samples. Raises ``ProtocolError``: no correct verifier opens a session like this."""

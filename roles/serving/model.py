@@ -252,3 +252,7 @@ class Decoding:
         for place in range(min(accepted + 1, tried, PLACES)):
             stats.tried_at[place] += 1
             stats.accepted_at[place] += place < accepted
+
+    def validate(self) -> None:
+        assert self.prompt_tokens <= len(self.ids) <= self._stop
+        assert self.ended or len(self.ids) < self._stop

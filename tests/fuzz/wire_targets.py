@@ -10,7 +10,6 @@ import msgpack
 from hypothesis import strategies as st
 
 from p2ptrain.cli.placement import describe_prediction
-from tests.invariants import validate
 from wire.address import ROLES, Ticket, is_ticket
 from wire.codec import MESSAGE_TYPES, decode_untrusted, encode
 from wire.frame import (
@@ -92,7 +91,7 @@ class _Reader:
                 self.posted.add(done)
                 into = memoryview(bytearray(size))
                 self._heard(self.core.post(into, generation=generation, stream=stream, done=done))
-        validate(self.core)
+        self.core.validate()
 
     def feed(self, nbytes: int) -> None:
         while nbytes and self.data and not self.core.waiting:
@@ -131,7 +130,7 @@ def _check_frames(case: tuple[bytes, list[tuple[Any, ...]]]) -> None:
     for deed in deeds:
         reader.do(deed)
     reader.feed(len(data))
-    validate(reader.core)
+    reader.core.validate()
 
 
 # ----------------------------------------------------------------------------------------------------------- messages

@@ -10,7 +10,6 @@ from ring.job_member import JobMember, MemberPhase
 from ring.token import first_lineage, next_lineage
 from ring.transaction import Transaction
 from ring.view import View, shares
-from tests.invariants import validate
 from wire.job_messages import LedgerRow, MemberRecord, Report
 
 JOB = "job"
@@ -41,7 +40,7 @@ def handled(core: JobMember, event: object) -> list[object]:
     _, leads_to = core.TABLE.get((before, type(event)), ("", {}))
     if core.phase is not before and core.phase is not MemberPhase.IDLE:
         assert any(isinstance(it, leads_to[core.phase]) for it in instructions), (before, event, instructions)
-    validate(core)
+    core.validate()
     return instructions
 
 

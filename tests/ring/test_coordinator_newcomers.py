@@ -7,7 +7,6 @@ from ring.coordination import CATCHING_UP_PER_MEMBER, JobPhase
 from ring.coordinator import Coordinator
 from ring.planning.measurements import LinkQuality
 from ring.quarantine import DEATH_COOLDOWN_S
-from tests.invariants import validate
 from tests.ring.desk import Desk, healthy, ids, peer
 from wire.codec import encode
 from wire.frame import CONTROL_FRAME_BYTES
@@ -232,7 +231,7 @@ def test_a_view_names_no_more_members_than_fit_a_frame() -> None:
     assert core.view is not None
     assert 200 < core.view.size < 900
     assert len(encode(core.view)) < CONTROL_FRAME_BYTES
-    validate(core)
+    core.validate()
 
 
 def test_with_too_few_members_a_job_waits_for_a_newcomer_and_takes_it_at_once() -> None:

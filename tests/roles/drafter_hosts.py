@@ -28,7 +28,6 @@ from roles.serving.worker_peer import ClientContext
 from roles.verifier.cost_model import CostModel
 from roles.verifier.drafters import Drafters, TextDrafts
 from roles.verifier.speculation import Speculation
-from tests.invariants import validate
 from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part
 from wire.connection import Connection
 from wire.handshake import PeerServer, local_welcome, serve
@@ -299,8 +298,8 @@ async def write(
         ran = engine.run("s", Pass(request.keep, ids, len(request.ids), IDS, IDS, request.samples, index))
         drafts.end_pass(decoding.take_samples(ran.tokens, took_s, now()))
         ends.append(now())
-        validate(decoding)
-        validate(core)
+        decoding.validate()
+        core.validate()
     drafts.close()
     engine.close("s")
     return Written(list(decoding.tokens), ends, decoding.stats, drafts.facts())

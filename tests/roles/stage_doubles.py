@@ -26,7 +26,6 @@ from roles.worker.model_loading import give
 from roles.worker.stage_requests import OpenRequest
 from roles.worker.stage_session import StageSession
 from roles.worker.stages import Stages
-from tests.invariants import validate
 from tests.roles.stage_stand_in import WIDTH, StandIns
 from wire.chain_messages import CHAIN_STREAM, ChainBroken, ForwardRequest, PartLoading, PartsHeld, Sampled
 from wire.client import PendingCalls
@@ -91,7 +90,7 @@ class Stage:
         self._run.cancel()
         result = await asyncio.gather(self._run, return_exceptions=True)
         await self.server.close()
-        validate(self.stages.cache)
+        self.stages.cache.validate()
         unexpected = [item for item in result if not isinstance(item, asyncio.CancelledError)]
         assert not unexpected, unexpected
 

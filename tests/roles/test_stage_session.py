@@ -14,7 +14,6 @@ from p2ptrain.core.serving import PartSpec
 from roles.compute_thread import Turns
 from roles.worker.part_cache import IDLE_S, Part, PartCache
 from roles.worker.stage_session import QUEUED_BYTES, QUEUED_FROM_STAGE, StageSession
-from tests.invariants import validate
 from tests.roles.stage_doubles import session_of
 from tests.roles.stage_stand_in import WIDTH, stand_in_config, stand_in_part
 from wire.chain_messages import ForwardRequest
@@ -125,7 +124,7 @@ def test_idle_parts_make_room_longest_idle_first() -> None:
     for name, idle_since in (("a", 5.0), ("b", 3.0), ("c", 4.0)):
         shelf.parts[name] = part_of(name, idle_since)
     shelf.parts["c"].users.add("client")
-    validate(shelf)
+    shelf.validate()
     assert shelf.free_bytes == 2 * WEIGHTS + 100
     assert shelf.make_room(100, "x") == []
     assert [part.id for part in shelf.make_room(101, "x")] == ["b"]
@@ -147,7 +146,7 @@ def test_promises_count_and_end_with_their_session() -> None:
     part = shelf.parts["a"] = part_of("a")
     part.users |= {"one", "two"}
     part.promised |= {"one": 300, "two": 700}
-    validate(shelf)
+    shelf.validate()
     assert shelf.free_bytes == 0
     assert shelf.expired(1e9) == [], "it is in use"
     shelf.leave(part, "one", 7.0)

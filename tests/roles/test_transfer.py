@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roles.worker.transfer import GiveUp, RangeQuery, Transfer, most_frequent
-from tests.invariants import validate
 
 
 def right(key: int) -> bytes:
@@ -42,7 +41,7 @@ class Play:
                 self.doubles += instruction.key in self.asked
                 self.asked.add(instruction.key)
                 self.under_way[instruction.source].append(instruction.key)
-        validate(self.core)
+        self.core.validate()
 
     def deliver(self, name: str, *, wrong: bool = False) -> None:
         key = self.under_way[name].pop(0)

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import UserError
-from tests.invariants import validate
 from wire.emulate import LinkPreset, LinkShaper, preset_named
 
 PLAIN = LinkPreset("plain", delay_ms=10.0)
@@ -44,7 +43,7 @@ def played(preset: LinkPreset, script: list[tuple[float, int]], seed: int) -> li
     for pause_s, nbytes in script:
         now += pause_s
         log.append((now, nbytes, link.send(now, nbytes)))
-        validate(link)
+        link.validate()
     return log
 
 

@@ -20,7 +20,6 @@ from roles.drafter.drafting import DraftedText, DraftInstruction, DraftSending, 
 from roles.serving.model import Decoding, PassRequest
 from roles.verifier.cost_model import CostModel, DrafterModel
 from roles.verifier.speculation import Speculation
-from tests.invariants import validate
 
 VOCAB = 7
 STOP_ID = 6
@@ -116,8 +115,8 @@ class SpeculativeText(RuleBasedStateMachine):
             self.waits = self.wait_s > 0
             if not self.waits:
                 self.running.append(self.decoding.next_pass(drafts))
-        validate(self.decoding)
-        validate(self.core)
+        self.decoding.validate()
+        self.core.validate()
 
     def receive(self, epoch: int, position: int, tokens: tuple[int, ...]) -> None:
         with suppress(ProtocolError):
@@ -199,7 +198,7 @@ class SpeculativeText(RuleBasedStateMachine):
                     drafter.running = item
                 case DraftSending(epoch, position, tokens):
                     drafter.outbox.append(partial(self.receive, epoch, position, tokens))
-        validate(drafter.core)
+        drafter.core.validate()
         if drafter.core.ready and not drafter.opened:
             drafter.opened = True
             drafter.outbox.appendleft(partial(self.begin_line, drafter.known))
