@@ -37,7 +37,9 @@ class TrainingAttention:
     def __init__(self, module: Any, *, by_bounds: bool) -> None:
         self._by_bounds, config = by_bounds, module.config
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        limits = [getattr(config, key, None) for key in ("sliding_window", "attention_chunk_size")]
+        # Doge, whose configuration has ``keep_window_size``, makes its own mask of transformers' one.
+        keys = ("sliding_window", "attention_chunk_size", "keep_window_size")
+        limits = [getattr(config, key, None) for key in keys]
         self.is_plain = kinds == {"full_attention"} and not any(limits) and module._supports_attention_backend
         self.is_plain &= config._attn_implementation in ("sdpa", NAME)  # else its layers need more than SDPA has
         if self.is_plain:

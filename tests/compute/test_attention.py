@@ -195,6 +195,18 @@ def test_widths_that_the_kernel_lacks_are_computed_without_it(
     assert found.shape == (2, 18, 4, value_width)
 
 
+def test_family_that_makes_its_own_mask_looks_at_no_later_token() -> None:
+    """Doge masks what it would not keep. If transformers made no mask, it would attend to all that follows."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    model = Auto.from_config(AutoConfig.for_model("doge", **sizes, **special, vocab_size=32))
+    TrainingAttention(model, by_bounds=True)
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        whole, front = (model(input_ids=each, use_cache=False).logits for each in (ids, ids[:, :4]))
+    torch.testing.assert_close(whole[:, :4], front)
+
+
 @pytest.mark.parametrize("name", ["mistral-window", "qwen2-window", "gemma2-window", "gemma3-window", "falcon", "lfm2"])
 def test_families_with_other_masks_keep_those_of_transformers(name: str) -> None:
     kind, sizes = FAMILIES[name] if name in FAMILIES else (name, UNSPLIT[name])
