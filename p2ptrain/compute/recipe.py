@@ -29,7 +29,7 @@ from p2ptrain.compute.model import ModelSpec, build_model, model_config, outline
 from p2ptrain.compute.optimizer import hidden_matrices
 from p2ptrain.compute.part import PartModel
 from p2ptrain.compute.split_check import check_packs, check_splits
-from p2ptrain.compute.stage import StageSpec, build_training_part, fit_training, initial_digest, kept_bytes
+from p2ptrain.compute.stage import StageSpec, build_training_part, fit_training, initial_digest
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.tuning import ALL_OF_IT, Tuning, TuningSpec
 from p2ptrain.compute.update import CLIPPED_FACTOR
@@ -208,8 +208,7 @@ class ModelRecipe:
         refused = spec.exact or spec.precision == "tf32"  # torch.compile checks that TF32 is not switched meanwhile
         if refused or spec.compile == "off" or (spec.compile == "auto" and device.kind != "cuda"):
             return None
-        kept = kept_bytes(self.config, spec.micro_batch_tokens, LayerRange(0, 1, 2))
-        return BlockCompiler(model, device, kept_bytes=kept, always=spec.compile == "on")
+        return BlockCompiler(model, device, always=spec.compile == "on")
 
     def build(self) -> BuiltPart:
         """Build the part, with the weights of step 0. Raises ``ConfigError``, ``StorageError``, ``ResourceError``: see

@@ -216,30 +216,13 @@ def test_step_without_micro_batches_does_not_end_compiling(text_file: Path, devi
     assert [level for level, _ in trainer.notices] == ["info"]
 
 
-def test_another_number_of_threads_needs_other_code(text_file: Path, device: ComputeDevice, backend: Backend) -> None:
-    """torch compiles for one."""
-    trainer = tiny_trainer(text_file, device=device, compile="on")
-    for step in range(7):
-        if step == 3:
-            torch.set_num_threads(2)
-        calls = backend.calls
-        run_step(trainer, step)
-        join(trainer)
-    assert len(trainer.notices) == 2
-    assert backend.calls - calls == LAYERS * MICRO_BATCHES + TIMED_PASSES
-
-
 def fails(graph: Any, inputs: Any) -> Any:
     raise FileNotFoundError("there is no compiler")
 
 
-@pytest.mark.parametrize("case", ["backend", "blocks", "memory", "copy"])
+@pytest.mark.parametrize("case", ["backend", "blocks", "copy"])
 def test_what_cannot_be_compiled_trains_without(
-    text_file: Path,
-    device: ComputeDevice,
-    monkeypatch: pytest.MonkeyPatch,
-    limit_host: Callable[[int], None],
-    case: str,
+    text_file: Path, device: ComputeDevice, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     changes: dict[str, Any] = {"device": device}
     if case == "backend":
@@ -247,16 +230,14 @@ def test_what_cannot_be_compiled_trains_without(
     elif case == "blocks":
         changes["model"] = tiny(architecture="lstm")
     trainer, plain = (tiny_trainer(text_file, compile=compile, **changes) for compile in ("on", "off"))
-    if case == "memory":
-        limit_host(1000)
-    elif case == "copy":
+    if case == "copy":
         monkeypatch.setattr("p2ptrain.compute.compiling._copy_block", lambda block: fails(block, None))
     for step in range(4):
         assert run_step(trainer, step) == run_step(plain, step)
         join(trainer)
     ((level, text),) = trainer.notices
     assert level == "warning"
-    reason = {"blocks": "it has none", "memory": "compiling a block needs "}.get(case, "there is no compiler")
+    reason = "it has none" if case == "blocks" else "there is no compiler"
     assert f"the model's blocks are not compiled: {reason}" in text.replace("FileNotFoundError: ", "")
 
 
@@ -271,7 +252,7 @@ class Clock:
 def auto_trainer(text_file: Path, device: ComputeDevice) -> tuple[Trainer, Clock]:
     """One that compiles by itself on a CPU, and the clock of its decision."""
     trainer, clock = tiny_trainer(text_file, device=device), Clock()
-    trainer.compiler = BlockCompiler(trainer.built.flat.model, device, kept_bytes=0, always=False, clock=clock)
+    trainer.compiler = BlockCompiler(trainer.built.flat.model, device, always=False, clock=clock)
     return trainer, clock
 
 
