@@ -188,7 +188,8 @@ class Passes:
         self._flights: dict[int, _Flight] = {}
         self._divisor = 1
         stage, tokens, width = recipe.stage, recipe.spec.micro_batch_tokens, recipe.config.hidden_size
-        device, window = recipe.device.torch_device, recipe.spec.data.sequence_tokens
+        self._device = device = recipe.device.torch_device
+        window = recipe.spec.data.sequence_tokens
         self._positions = torch.arange(window, device=device)
         by_bounds = takes_bounds(device, window, bf16=PRECISIONS[recipe.spec.precision] is not None)
         module = built.flat.model if built.stage is None else built.stage.module
@@ -233,7 +234,7 @@ class Passes:
             self._run(flight, flight.inputs)
         assert flight.graph is not None
         inputs, outputs = flight.graph
-        self._recipe.tuning.draw_masks((flight.step, flight.index))  # for layers that are computed again
+        self._recipe.tuning.draw_masks((flight.step, flight.index), self._device)  # for layers that are computed again
         first, number = self._batches.round_of(index)
         tokens, divisor = self._recipe.spec.micro_batch_tokens, self._divisor
         if self._update.mean_of_each_call:
@@ -255,7 +256,7 @@ class Passes:
         return _payload(inputs.grad, stage.gradients)
 
     def validation_forward(self, index: int, inputs: Payload | None) -> tuple[Payload | None, float, int]:
-        self._recipe.tuning.draw_masks(None)
+        self._recipe.tuning.draw_masks(None, self._device)
         lost = translate_lost_members() if self._recipe.shard is not None else nullcontext()
         with torch.no_grad(), self._recipe.arithmetic(), _memory_errors(), lost:
             batch = self._batches.validation_batch(index)
@@ -267,7 +268,7 @@ class Passes:
 
     def _run(self, flight: _Flight, inputs: Payload | None) -> Tensor:
         with self._recipe.arithmetic(), _memory_errors():
-            self._recipe.tuning.draw_masks((flight.step, flight.index))
+            self._recipe.tuning.draw_masks((flight.step, flight.index), self._device)
             batch = self._batches.training_batch(flight.step, flight.index)
             x = self._entering(batch, inputs)
             entering = None if self._recipe.part.first else x.requires_grad_()
@@ -297,8 +298,7 @@ class Passes:
         apart = self._attention.arguments(positions, batch.bounds)
         # FSDP2 casts the parameters itself.
         is_mixed = self._recipe.spec.precision == "bf16" and self._recipe.shard is None
-        device = self._recipe.device.torch_device
-        with torch.autocast(device.type, dtype=torch.bfloat16) if is_mixed else nullcontext():
+        with torch.autocast(self._device.type, dtype=torch.bfloat16) if is_mixed else nullcontext():
             if built.stage is not None:
                 return built.stage.forward(x, self._positions if positions is None else positions, **apart)
             placed = apart if positions is None else {"position_ids": positions, **apart}
@@ -324,7 +324,7 @@ class Passes:
         width, dtype = self._recipe.config.hidden_size, spec.weights_dtype
         hidden = decode_untrusted(payload.data, encoding, spec.micro_batch_tokens, width, dtype)
         shaped = hidden.view(spec.micro_batch_sequences, spec.data.sequence_tokens, -1)
-        return shaped.to(self._recipe.device.torch_device)
+        return shaped.to(self._device)
 
 
 def _payload(hidden: Tensor, encoding: str) -> Payload:

@@ -145,8 +145,7 @@ class ModelRecipe:
         self.part: LayerRange = self.stage.check(self.config.num_hidden_layers)
         if not self.stage.is_whole:
             check_splits(self.config)
-        precision, place = spec.precision, device.torch_device
-        self.tuning = Tuning(self.config, spec.tuning, spec.seed, self.base, precision=precision, device=place)
+        self.tuning = Tuning(self.config, spec.tuning, spec.seed, self.base, precision=spec.precision)
         self.in_flight = self._check_memory()
 
     def _check_memory(self) -> int:

@@ -63,7 +63,7 @@ class Tuning:
     Args:
         config: configuration of the whole model.
         base: directory of the base model, for the adapter's configuration.
-        precision: ``device.precision``. device: where it computes.
+        precision: ``device.precision``.
 
     Attributes:
         adapters: name of each trained parameter in the prepared module → its name in peft's files; empty without LoRA.
@@ -75,16 +75,9 @@ class Tuning:
     """
 
     def __init__(
-        self,
-        config: PretrainedConfig,
-        spec: TuningSpec,
-        seed: int,
-        base: Path | None,
-        *,
-        precision: str,
-        device: torch.device,
+        self, config: PretrainedConfig, spec: TuningSpec, seed: int, base: Path | None, *, precision: str
     ) -> None:
-        self._spec, self._seed, self._base, self._device = spec, seed, base, device
+        self._spec, self._seed, self._base = spec, seed, base
         self._dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
         self.adapters: dict[str, str] = {}
         self.frozen_digest = ""
@@ -145,19 +138,18 @@ class Tuning:
                 nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
         return made
 
-    def draw_masks(self, value: tuple[int, int] | None) -> None:
-        """Draw dropout masks of a micro-batch, by step and index, in the passes that follow; None: no dropout."""
-        if value == self._micro_batch:
+    def draw_masks(self, micro_batch: tuple[int, int] | None, device: torch.device) -> None:
+        """Choose the dropout masks of a micro-batch, by its step and index, on ``device``. None: no dropout."""
+        if micro_batch == self._micro_batch:
             return
-        self._micro_batch = value
-        drawn = [] if value is None else [self._key(value, name) for name in self._dropouts.values()]
-        keys = torch.tensor(drawn, dtype=torch.int64).to(self._device, non_blocking=True)
+        self._micro_batch = micro_batch
+        drawn = []
+        if micro_batch is not None:
+            step, index = micro_batch
+            drawn = [seed_of(self._seed, f"{step} {index} {name}") & 0xFFFFFFFF for name in self._dropouts.values()]
+        keys = torch.tensor(drawn, dtype=torch.int64).to(device, non_blocking=True)
         for dropout, key in zip_longest(self._dropouts, keys):
             dropout.key = key
-
-    def _key(self, micro_batch: tuple[int, int], name: str) -> int:
-        step, index = micro_batch
-        return seed_of(self._seed, f"{step} {index} {name}") & 0xFFFFFFFF
 
     @contextmanager
     def without_adapters(self, module: nn.Module) -> Iterator[None]:
