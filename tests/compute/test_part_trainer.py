@@ -44,8 +44,9 @@ CASES = [("llama-tied", 3, BOUNDS), ("llama", 1, BOUNDS[2:])] + [
 def backward(whole: Any, text: Path, micro_batches: int, step: int) -> float:
     """Gradients of ``transformers``' own model by plain autograd. Returns its loss of the step's whole batch."""
     corpus = load_corpus(DataSpec(path=str(text), sequence_tokens=16), Tokenizer.of_bytes())
-    windows = WindowSampler(len(corpus.training), 3).numbered(step * micro_batches * 2, micro_batches * 2)
-    tokens = torch.from_numpy(corpus.window_tokens(corpus.training[windows]))
+    sampler = WindowSampler(len(corpus.training), 3, micro_batches, 2)
+    windows = [corpus.window_tokens(corpus.training[sampler.sample(step, index)]) for index in range(micro_batches)]
+    tokens = torch.from_numpy(np.concatenate(windows))
     loss = whole(input_ids=tokens, labels=tokens).loss
     loss.backward()
     return float(loss.detach())
