@@ -172,8 +172,7 @@ class Strategy:
         self._engine, self._compute, self._bucket_bytes = engine, compute, bucket_bytes
         self.work, self._exchange, self._parts, self._before_step = work, exchange, parts, before_step
         self._session: RingSession | None = None  # of the members that hold the same part
-        self._transfer: BucketTransfer | None = None
-        self._outgoing: _Outgoing | None = None
+        self._sending: tuple[BucketTransfer, _Outgoing] | None = None
         self._reduced: ReducedBytes | None = None
         self._patience_s, self._probe = PATIENCE_S, Probe()
         self._computed_at = 0.0
@@ -185,7 +184,7 @@ class Strategy:
 
     async def begin_view(self, session: RingSession, connect: ConnectPeers) -> None:
         """Begin a view, whose ring is ``session``, and form further connections with ``connect``. Raises as those."""
-        self._session = self._transfer = self._outgoing = None
+        self._session = self._sending = None
         ring = session if self._parts is None else await self._parts.begin_view(session, connect)
         await self._exchange.begin_view(ring)
         await self.work.begin_view(session, connect)
@@ -213,11 +212,10 @@ class Strategy:
             if sums_early:
                 reduced.final(bounds[count - 1][1])
 
-        transfer = self._transfer = BucketTransfer(self._session, pieces, patience_s=patience_s, on_reduced=on_reduced)
+        transfer = BucketTransfer(self._session, pieces, patience_s=patience_s, on_reduced=on_reduced)
         wake = asyncio.get_running_loop().call_soon_threadsafe
-        outgoing = self._outgoing = _Outgoing(
-            engine, self._exchange, bounds, lambda number: wake(transfer.release, number)
-        )
+        outgoing = _Outgoing(engine, self._exchange, bounds, lambda number: wake(transfer.release, number))
+        self._sending = transfer, outgoing
         is_ready = await run(engine.begin_step, step, first, count)
         if is_ready:
             await run(outgoing.finish)
@@ -229,9 +227,9 @@ class Strategy:
 
     async def reduce(self) -> Contribution:
         """Wait until the members' contributions are reduced. Then all that hold the same part hold the same bytes."""
-        transfer, self._transfer = self._transfer, None
-        if transfer is None or self._outgoing is None or self._reduced is None:
+        if self._sending is None or self._reduced is None:
             raise RuntimeError("nothing was computed in this view")
+        (transfer, outgoing), self._sending = self._sending, None
         await transfer.finished()
         if self._parts is not None:
             await self._parts.sum_tied(patience_s=self._patience_s)
@@ -239,8 +237,7 @@ class Strategy:
         self.exposed_s = LoopClock().now() - self._computed_at
         self.communicating_s = transfer.communicating_s
         self._probe.event("step-reduced", engine=self._engine)
-        own = self._outgoing.own
-        contribution = Contribution(*await self._reduced.finish(own), own)
+        contribution = Contribution(*await self._reduced.finish(outgoing.own), outgoing.own)
         if self._parts is None:
             return contribution
         contribution, units_s = await self._parts.join(contribution, self.work.unit_s, patience_s=self._patience_s)
