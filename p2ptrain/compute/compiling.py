@@ -26,6 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from p2ptrain.compute.device import ComputeDevice
 from p2ptrain.compute.model import first_line
 
+BACKEND: Any = "inductor"
 LEAST_REST_S, LEAST_SPEEDUP = 300.0, 1.1
 """'auto' compiles if a run is to last so long, because it takes about a minute and slows steps meanwhile; it uses what
 was compiled if blocks are so many times as fast."""
@@ -136,10 +137,9 @@ class BlockCompiler:
             if (kind, form) in samples or len(samples) >= MOST_KINDS:
                 return
             twins = (sample.block for known, sample in samples.items() if known[0] == kind)
-            args, kwargs = tree_map_only(Tensor, _detach, (args, kwargs))
-            device, caches = self._device.kind, torch.is_autocast_cache_enabled()
-            dtype, is_mixed = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-            autocast = torch.autocast(device, dtype, is_mixed, caches)
+            args, kwargs = tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), (args, kwargs))
+            device = self._device.kind
+            autocast = torch.autocast(device, enabled=torch.is_autocast_enabled(device))  # as the call's
             samples[kind, form] = _Sample(next(twins, None) or _copy_block(block), args, kwargs, autocast)
 
     def _compile(self, samples: _Samples, threads: int) -> None:
@@ -147,9 +147,8 @@ class BlockCompiler:
         torch.set_num_threads(threads)
         with self._catching():
             self._device.enter_thread()
-            options: Any = {"backend": self._device.compile_backend, "recompile_limit": MOST_CODES}
             for sample in samples.values():
-                sample.run(torch.compile(sample.block.forward, **options))
+                sample.run(cast(Any, torch.compile)(sample.block.forward, backend=BACKEND, recompile_limit=MOST_CODES))
             self._device.wait()
         self._compile_s = self._clock() - began_s
 
@@ -170,10 +169,6 @@ def _copy_block(block: nn.Module) -> nn.Module:
     for module in twin.modules():
         vars(module).pop("_is_fsdp_managed_module", None)  # else code of another kind would seem to fit
     return cast(nn.Module, twin)
-
-
-def _detach(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _describe(value: Any) -> Any:

@@ -21,17 +21,11 @@ from p2ptrain.core.texts import human_bytes
 
 @dataclass(frozen=True, slots=True)
 class ComputeDevice:
-    """A torch device.
-
-    Attributes:
-        threads: configured number of threads of CPU kernels; 0: not configured.
-        compile_backend: of ``torch.compile``, see there.
-    """
+    """A torch device. ``threads``: configured number of threads of CPU kernels; 0: not configured."""
 
     torch_device: torch.device
     label: str
     threads: int = 0
-    compile_backend: Any = "inductor"
 
     @property
     def kind(self) -> str:

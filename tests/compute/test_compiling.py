@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +49,18 @@ class Backend:
         return call
 
 
-@pytest.fixture
-def backend() -> Iterator[Backend]:
+@pytest.fixture(autouse=True)
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     torch.compiler.reset()
-    yield Backend()
+    backend = Backend()
+    monkeypatch.setattr("p2ptrain.compute.compiling.BACKEND", backend)
+    yield backend
     torch.compiler.reset()
 
 
 @pytest.fixture
-def device(backend: Backend) -> ComputeDevice:
-    return replace(pick_device("cpu", 1), compile_backend=backend)
+def device() -> ComputeDevice:
+    return pick_device("cpu", 1)
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +227,7 @@ def test_what_cannot_be_compiled_trains_without(
 ) -> None:
     changes: dict[str, Any] = {"device": device}
     if case == "backend":
-        changes["device"] = replace(device, compile_backend=fails)
+        monkeypatch.setattr("p2ptrain.compute.compiling.BACKEND", fails)
     elif case == "blocks":
         changes["model"] = tiny(architecture="lstm")
     trainer, plain = (tiny_trainer(text_file, compile=compile, **changes) for compile in ("on", "off"))
