@@ -73,7 +73,7 @@ class BlockCompiler:
     ) -> None:
         self._blocks: list[Any] = [block for block in model.modules() if isinstance(block, GradientCheckpointingLayer)]
         self._device, self._always, self._clock = device, always, clock
-        self._step, self._steps, self._compile_s, self._failed = 0, 0, 0.0, False
+        self._step, self._steps, self._failed = 0, 0, False
         self._work = self._between_steps()
         self.thread, self.notices = threading.Thread(), list[tuple[str, str]]()
 
@@ -111,21 +111,23 @@ class BlockCompiler:
         for hook in hooks:
             hook.remove()
         self._device.wait()  # for the copies
-        work = [samples, torch.get_num_threads()]
-        self.thread = threading.Thread(target=self._compile, args=work, name="compile", daemon=True)
-        if not self._failed:
-            self.thread.start()
-        while self.thread.is_alive():
-            yield
         if self._failed:
             return
+        outcome: list[float | Exception] = []
+        work = list(samples.values()), self._device, torch.get_num_threads(), self._clock, outcome
+        self.thread = threading.Thread(target=_compile, args=work, name="compile", daemon=True)
+        self.thread.start()
+        while self.thread.is_alive():
+            yield
+        if isinstance(compile_s := outcome[0], Exception):
+            raise compile_s
         times_s = [[self._passes_s(samples, run) for run in (False, True)] for _ in range(TIMED_PASSES)]
         plain_s, compiled_s = map(min, zip(*times_s, strict=True))
         is_used = self._always or plain_s >= LEAST_SPEEDUP * compiled_s
         for block in self._blocks if is_used else []:
             block.forward = torch._dynamo.run(block.forward)
         use = f"used from step {self._step + 1}" if is_used else "not used"
-        text = f"compiled the model's blocks in {self._compile_s:.0f} s, a block is {plain_s / compiled_s:.2f} times as"
+        text = f"compiled the model's blocks in {compile_s:.0f} s, a block is {plain_s / compiled_s:.2f} times as"
         self.notices.append(("info", f"{text} fast: {use}"))
 
     def _sample(self, samples: _Samples, block: nn.Module, args: Any, kwargs: Any) -> None:
@@ -142,16 +144,6 @@ class BlockCompiler:
             autocast = torch.autocast(device, enabled=torch.is_autocast_enabled(device))  # as the call's
             samples[kind, form] = _Sample(next(twins, None) or _copy_block(block), args, kwargs, autocast)
 
-    def _compile(self, samples: _Samples, threads: int) -> None:
-        began_s = self._clock()
-        torch.set_num_threads(threads)
-        with self._catching():
-            self._device.enter_thread()
-            for sample in samples.values():
-                sample.run(cast(Any, torch.compile)(sample.block.forward, backend=BACKEND, recompile_limit=MOST_CODES))
-            self._device.wait()
-        self._compile_s = self._clock() - began_s
-
     def _passes_s(self, samples: _Samples, run: bool) -> float:
         """Seconds of a pass of each sample, without or with what was compiled."""
         began_s = self._clock()
@@ -159,6 +151,27 @@ class BlockCompiler:
             sample.run(torch._dynamo.run(sample.block.forward) if run else sample.block.forward)
         self._device.wait()
         return self._clock() - began_s
+
+
+def _compile(
+    samples: list[_Sample],
+    device: ComputeDevice,
+    threads: int,
+    clock: Callable[[], float],
+    outcome: list[float | Exception],
+) -> None:
+    """On a thread that holds no model: its job may end before, and the next one needs the memory. ``outcome``: gets the
+    seconds that it took, or what it met."""
+    began_s = clock()
+    torch.set_num_threads(threads)
+    try:
+        device.enter_thread()
+        for sample in samples:
+            sample.run(cast(Any, torch.compile)(sample.block.forward, backend=BACKEND, recompile_limit=MOST_CODES))
+        device.wait()
+        outcome.append(clock() - began_s)
+    except Exception as error:  # noqa: BLE001 - ``BlockCompiler`` tells it
+        outcome.append(error)
 
 
 def _copy_block(block: nn.Module) -> nn.Module:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -204,6 +206,25 @@ def test_steps_go_on_while_blocks_are_compiled(text_file: Path, device: ComputeD
     assert level == "info"
     assert text.startswith("compiled the model's blocks in ")
     assert text.endswith(" times as fast: used from step 5")
+
+
+def test_memory_of_a_job_is_freed_while_its_blocks_are_compiled(
+    text_file: Path, device: ComputeDevice, backend: Backend
+) -> None:
+    """The next job of the worker may need it."""
+    trainer = tiny_trainer(text_file, device=device, compile="on")
+    backend.may_compile.clear()
+    for step in range(2):
+        run_step(trainer, step)
+    assert trainer.compiler is not None
+    thread, weight = trainer.compiler.thread, weakref.ref(next(trainer.built.flat.model.model.layers.parameters()))
+    del trainer
+    gc.collect()
+    assert thread.is_alive()
+    is_freed = weight() is None
+    backend.may_compile.set()
+    thread.join()
+    assert is_freed
 
 
 def test_step_without_micro_batches_does_not_end_compiling(text_file: Path, device: ComputeDevice) -> None:
