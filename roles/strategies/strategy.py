@@ -48,7 +48,7 @@ class BucketTransfer:
 
     Args:
         patience_s: see ``RingSession.submit``.
-        on_reduced: called when the first pieces are reduced, with their number.
+        on_reduced: called when the first pieces have ended, with their number.
     """
 
     def __init__(
@@ -112,14 +112,10 @@ class BucketTransfer:
         if not self._under_way:
             self._communicating_s += self._clock() - self._since
         before = self._reduced
-        while self._reduced < len(self._operations) and _succeeded(self._operations[self._reduced]):
+        while self._reduced < len(self._operations) and self._operations[self._reduced].done():
             self._reduced += 1
         if self._reduced > before:
             self._on_reduced(self._reduced)
-
-
-def _succeeded(operation: asyncio.Future[None]) -> bool:
-    return operation.done() and not operation.cancelled() and operation.exception() is None
 
 
 class _Outgoing:
@@ -207,11 +203,7 @@ class Strategy:
         sums_early = self._exchange.sums_in_place and (self._parts is None or not self._parts.sums_tied)
         is_own = sums_early and self._session.size == 1 and not engine.exact  # its norms have one order
         reduced = self._reduced = ReducedBytes(engine, self._compute, is_own=is_own)
-
-        def on_reduced(count: int) -> None:
-            if sums_early:
-                reduced.final(bounds[count - 1][1])
-
+        on_reduced = (lambda count: reduced.final(bounds[count - 1][1])) if sums_early else (lambda count: None)
         transfer = BucketTransfer(self._session, pieces, patience_s=patience_s, on_reduced=on_reduced)
         wake = asyncio.get_running_loop().call_soon_threadsafe
         outgoing = _Outgoing(engine, self._exchange, bounds, lambda number: wake(transfer.release, number))
