@@ -117,8 +117,8 @@ class Lora(Table):
     targets: list[NamePattern] = Field(default=["all-linear"], min_length=1, max_length=32)
     """Names of the linear layers that get adapters, such as ["q_proj", "v_proj"]; 'all-linear': all but the output."""
     base: Literal["fp32", "bf16", "nf4"] = "fp32"
-    """How the model's linear layers are held in memory: fp32, bf16 (device.precision must be bf16, too) or nf4 (4 bits;
-    needs the package bitsandbytes)."""
+    """How the model's linear layers are held in memory: fp32, bf16 (only with device.precision bf16 or bf16-weights) or
+    nf4 (4 bits; needs the package bitsandbytes)."""
 
 
 def _real_date(text: str) -> str:
@@ -390,14 +390,14 @@ class Device(Table):
     precision: Literal["fp32", "tf32", "bf16", "bf16-weights"] = "fp32"
     """Arithmetic of the forward and backward pass: fp32; tf32 (on CUDA matrix products have 11 significant bits;
     elsewhere the same as fp32); bf16 (mixed: matrix products in bf16, for which each pass rounds the weights); or
-    bf16-weights (all of it in bf16, with a copy of the weights that is rounded once after each step; with strategy
-    'sharded' the same as bf16). The weights that train, their gradients and moments stay in fp32."""
+    bf16-weights (all of it in bf16, with a copy of the weights that is rounded once after each step). Where GPUs share
+    the rows of a model, both compute all of it in bf16. Weights that train, gradients and moments stay in fp32."""
     gradient_checkpointing: bool = False
     """Compute the hidden states of each layer again in the backward pass, rather than keep them. A part of a split
     model has pipeline.recompute instead."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the model's layers with torch.compile, while steps go on without. auto: on a CUDA device, if enough time
-    is left, and they become faster; not with precision tf32. on: on any device."""
+    is left, and they become faster; not with precision tf32 or job.exact. on: on any device."""
 
 
 class Ring(Table):
@@ -653,7 +653,7 @@ _NEEDS: dict[str, tuple[tuple[str, tuple[Any, ...], str], ...]] = {
         ("data.limit_bytes", (0,), "pairs are read whole"),
     ),
     "device.precision = bf16-weights": (
-        ("job.strategy", ("sync", "pipeline", "sharded", "local", "server"), "rounds save, or change, frozen weights"),
+        ("job.strategy", ("sync", "pipeline", "sharded", "local", "server"), "rounds would change rounded weights"),
         ("model.freeze", ([],), "frozen weights are rounded in memory, and would be saved so"),
     ),
     "device.compile = on": (

@@ -80,8 +80,8 @@ def attend(
 
 
 def each_text(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, *, scale: float | None) -> Tensor:
-    """Attention of the texts, of at most ``longest`` positions, one after another. ``q``, ``k``, ``v``, result: (B T,
-    heads, width)."""
+    """Attention of the texts, of at most ``longest`` positions, one after another, whose bounds a device is asked for.
+    ``q``, ``k``, ``v``, result: (B T, heads, width)."""
     lengths, grouped = list(filter(None, bounds.diff().tolist())), q.shape[1] != k.shape[1]
     texts = zip(*(torch.split(x.transpose(0, 1)[None], lengths, 2) for x in (q, k, v)), strict=True)
     sdpa = partial(F.scaled_dot_product_attention, is_causal=True, scale=scale, enable_gqa=grouped)

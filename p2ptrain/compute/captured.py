@@ -35,8 +35,8 @@ repeats its kernels and returns its result, each time in the same memory. Raises
 STEPS_BEFORE_CAPTURE = 8
 """Usual steps before a capture, which takes about as long: so none makes a text take more than twice its time. Neither
 is a step captured if the session has no room for so many more."""
-MOST_ROWS = 16
-"""Positions of a step: one token, or the drafts of a verifier."""
+MOST_NEW = 16
+"""New positions of a step: one token, or it and drafts."""
 SMALLEST_BUCKET, LARGEST_BUCKET = 256, 4096
 """The largest is an estimate. With a mask, attention does not split a text over the processors of a GPU, so for a long
 one it may take longer than the launches that a replay saves."""
@@ -118,7 +118,7 @@ class PassRunner:
         known = steps.get(shape, 0)
         if isinstance(known, CapturedStep) and start + len(x) <= known.bucket:
             return known
-        if self._capture is None or start == 0 or len(x) > MOST_ROWS or ahead > min(cache.positions, LARGEST_BUCKET):
+        if self._capture is None or start == 0 or len(x) > MOST_NEW or ahead > min(cache.positions, LARGEST_BUCKET):
             return None
         if isinstance(known, int) and known < STEPS_BEFORE_CAPTURE:
             steps[shape] = known + 1

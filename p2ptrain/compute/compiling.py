@@ -166,8 +166,10 @@ def _compile(
     torch.set_num_threads(threads)
     try:
         device.enter_thread()
-        for sample in samples:
-            sample.run(cast(Any, torch.compile)(sample.block.forward, backend=BACKEND, recompile_limit=MOST_CODES))
+        # Else a backward pass is compiled where it first runs: on a GPU, on the one thread of all backward passes.
+        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+            for sample in samples:
+                sample.run(cast(Any, torch.compile)(sample.block.forward, backend=BACKEND, recompile_limit=MOST_CODES))
         device.wait()
         outcome.append(clock() - began_s)
     except Exception as error:  # noqa: BLE001 - ``BlockCompiler`` tells it

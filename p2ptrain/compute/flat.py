@@ -230,7 +230,7 @@ class FlatAdamW:
 
     Args:
         parameters: those to update, shape (numel,); those of ``flat`` if it is None.
-        keeps: leave the gradients as they are, which needs a copy of them.
+        keeps: on a CPU, leave the gradients as they are, which needs a copy of them.
         matrices: ranges of ``parameters`` to update with weight decay; None: the first section.
 
     Attributes:

@@ -282,6 +282,6 @@ def _sharded_parameters(module: nn.Module) -> Iterator[Any]:
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             state: Any = unit._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.13, and 2.11
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.13, and 2.12
             for group in groups:
                 yield from group.fsdp_params

@@ -219,7 +219,7 @@ class HostCopier:
 
     Args:
         copy: starts the copy of elements [start, stop), which are a piece of this number, and of their norm, to run
-            after all work that the device has queued, and returns at once.
+            after what the calling thread's stream has queued, and returns at once.
         stops: the end of each piece, ascending.
         norms: where the pieces' L2 norms arrive, shape (pieces,), fp64.
     """

@@ -28,8 +28,8 @@ class StepUpdate(Protocol):
 
     Attributes:
         contribution: this member's part of a step's sum, on the computing device, shape (numel + some,): gradients or
-            differences, then a few *scalars*, the last one for the losses. After ``finish`` it stays as it is until the
-            next ``begin_step``; only the ring writes the members' sum into it.
+            differences, then a few *scalars*, the last one for the losses. After ``finish`` it stays as it is until
+            ``apply``; only the ring writes the members' sum into it.
         final_early: whether the front of ``FlatModel.gradients`` may be sent while the last backward pass still runs.
             False: ``contribution`` is complete only after ``finish``.
         numel: elements of ``contribution`` before the scalars.
@@ -67,9 +67,10 @@ class StepUpdate(Protocol):
         """Mean loss of the step in nats, from the members' sum of ``contribution``."""
 
     def apply(self, step: int, norm: float) -> tuple[float, float]:
-        """Change parameters and ``shared`` by the members' sum, which is in ``contribution`` and stays there: a redo
-        applies it again. Must give the same bits on every member, so it runs on one thread and flushes denormals, as
-        ``FlatAdamW``. Returns the learning rate and the gradient norm to report. ``norm``: L2 norm of the sum."""
+        """Change parameters and ``shared`` by the members' sum, which is in ``contribution``: on a CPU it stays there,
+        for members that heal; on a device it may be overwritten. Must give the same bits on every member, so it runs
+        on one thread and flushes denormals, as ``FlatAdamW``. Returns the learning rate and the gradient norm to
+        report. ``norm``: L2 norm of the sum."""
 
     def reset(self) -> None:
         """Set ``shared`` to that of step 0."""

@@ -14,8 +14,8 @@ from roles.snapshots import CHUNK_BYTES, digest_of, digest_of_chunks
 class ReducedBytes:
     """What a member votes for: that the reduce buffer has these bytes, of this norm.
 
-    A thread beside the computing measures each chunk as soon as it is final. So only the last chunks are waited for.
-    Use it on the event loop only.
+    Threads for hashing measure each chunk as soon as it is final. The rest is measured on the compute thread: the last
+    chunk, or everything if sums are not final before the exchange ends. Use it on the event loop only.
 
     Args:
         is_own: this member is alone in its ring: the sum is its own contribution, whose norm is known.

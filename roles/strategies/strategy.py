@@ -1,12 +1,13 @@
 """Runs the steps of a way to train: the work fills the reduce buffer, the exchange reduces it with the others'.
 
 The contribution is reduced in buckets (``compute.gradients``). Each bucket is submitted as soon as the backward pass of
-this member's last micro-batch has completed it, so that pass hides most of the exchange. A codec may shrink the
-buckets. The loss and the vectors (norms, biases) follow as a small operation of their own, exact with every codec.
+this member's last micro-batch has completed it, and a GPU has copied it, so that pass hides most of the exchange. A
+codec may shrink the buckets. The loss and the vectors (norms, biases) follow as a small operation of their own, exact
+with every codec.
 
 Each piece is measured just before it is submitted, because the ring reduces in place. The squared norm of a member's
-own contribution shows whether it is finite, and which member corrupted a sum. The sums are measured as they come, on a
-thread of their own (``ReducedBytes``). So no step waits for a pass over the whole buffer.
+own contribution shows whether it is finite, and which member corrupted a sum. Sums that come piece by piece are
+measured meanwhile (``ReducedBytes``), so no such step waits for a pass over the whole buffer.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ class BucketTransfer:
 
 
 class _Outgoing:
-    """Releases this member's contribution to one step, on the compute thread. ``own`` adds up its squared norm."""
+    """Releases this member's contribution to one step, on the thread that computes or runs backward. ``own`` adds up
+    its squared norm."""
 
     def __init__(self, engine: Engine, exchange: Exchange, bounds: Bounds, release: Callable[[int], object]) -> None:
         self._engine, self._exchange, self._bounds, self._release = engine, exchange, bounds, release
@@ -201,7 +203,7 @@ class Strategy:
         bounds = self._bounds(step)
         pieces = self._exchange.begin_step(step, count, bounds)
         sums_early = self._exchange.sums_in_place and (self._parts is None or not self._parts.sums_tied)
-        is_own = sums_early and self._session.size == 1 and not engine.exact  # its norms have one order
+        is_own = sums_early and self._session.size == 1 and not engine.exact  # summed by chunk, as others do
         reduced = self._reduced = ReducedBytes(engine, self._compute, is_own=is_own)
         on_reduced = (lambda count: reduced.final(bounds[count - 1][1])) if sums_early else (lambda count: None)
         transfer = BucketTransfer(self._session, pieces, patience_s=patience_s, on_reduced=on_reduced)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from p2ptrain.compute import captured
-from p2ptrain.compute.captured import MOST_ROWS, STEPS_BEFORE_CAPTURE
+from p2ptrain.compute.captured import MOST_NEW, STEPS_BEFORE_CAPTURE
 from p2ptrain.compute.served_part import ServedPart, load_whole
 from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.serving import Pass, Sampling
@@ -118,7 +118,7 @@ def test_steps_that_do_not_earn_back_a_capture_run_as_usual(
     Client(parts, "full", GREEDY, positions=8 + 2 * STEPS_BEFORE_CAPTURE).say(prompt(8), 2 * STEPS_BEFORE_CAPTURE)
     many = Client(parts, "many", GREEDY, positions=128)
     for _ in range(STEPS_BEFORE_CAPTURE + 2):
-        many.run([*range(MOST_ROWS + 1)], keep=min(many.length, 60))
+        many.run([*range(MOST_NEW + 1)], keep=min(many.length, 60))
     monkeypatch.setattr(captured, "LARGEST_BUCKET", 24)
     Client(parts, "long", GREEDY).say(prompt(8), 2 * STEPS_BEFORE_CAPTURE)
     assert recorders[0].captures == before

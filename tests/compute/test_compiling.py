@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
 
 from p2ptrain.compute.compiling import LEAST_REST_S, TIMED_PASSES, TIMED_STEPS, BlockCompiler
 from p2ptrain.compute.data import DataSpec
@@ -33,22 +34,27 @@ LAYERS, STEPS = 2, 4
 
 
 class Backend:
-    """Compiles for eager execution, and counts the calls of what it compiled."""
+    """Compiles for eager execution, and counts the calls of what it compiled. ``late``: of backward passes that were
+    compiled inside one."""
 
     def __init__(self) -> None:
-        self.calls = 0
+        self.calls = self.late = 0
         self.may_compile = threading.Event()
         self.may_compile.set()
 
     def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
         self.may_compile.wait()
-        compiled = aot_eager(graph, inputs)
+        compiled = aot_autograd(fw_compiler=self._compile, keep_inference_input_mutations=True)(graph, inputs)
 
         def call(*args: Any) -> Any:
             self.calls += 1
             return compiled(*args)
 
         return call
+
+    def _compile(self, graph: Any, inputs: Any) -> Any:
+        self.late += torch._C._current_graph_task_id() >= 0
+        return boxed_nop(graph, inputs)
 
 
 @pytest.fixture(autouse=True)
@@ -206,6 +212,7 @@ def test_steps_go_on_while_blocks_are_compiled(text_file: Path, device: ComputeD
     assert level == "info"
     assert text.startswith("compiled the model's blocks in ")
     assert text.endswith(" times as fast: used from step 5")
+    assert backend.late == 0, "on a GPU all backward passes run on one thread, which would wait"
 
 
 def test_memory_of_a_job_is_freed_while_its_blocks_are_compiled(
