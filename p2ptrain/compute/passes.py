@@ -188,8 +188,7 @@ class Passes:
         self._flights: dict[int, _Flight] = {}
         self._divisor = 1
         stage, tokens, width = recipe.stage, recipe.spec.micro_batch_tokens, recipe.config.hidden_size
-        self._device = device = recipe.device.torch_device
-        window = recipe.spec.data.sequence_tokens
+        device, window = recipe.device.torch_device, recipe.spec.data.sequence_tokens
         self._positions = torch.arange(window, device=device)
         by_bounds = takes_bounds(device, window, bf16=PRECISIONS[recipe.spec.precision] is not None)
         module = built.flat.model if built.stage is None else built.stage.module
@@ -200,6 +199,10 @@ class Passes:
         self.in_flight = recipe.in_flight
         self.tied_gradient = buffer.tied_gradient
         self.recompute = stage.recompute
+
+    @property
+    def _device(self) -> torch.device:
+        return self._recipe.device.torch_device
 
     def begin_step(self, step: int) -> None:
         """Drop what an aborted step left. Call after ``StepUpdate.begin_step`` and ``MicroBatchReader.begin_step``."""
