@@ -17,7 +17,7 @@ FOUND = {
     "norm": (16, "true norm"),
     "stop": (1, "every step"),
     "redo": (24, "same bits"),
-    "dir-sync": (3, "durable"),
+    "dir-sync": (43, "durable"),
     "ledger": (3, "ledger"),
     "rows": (22, "ledger"),
     "confirm": (22, "confirmed"),
