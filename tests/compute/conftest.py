@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from p2ptrain.compute.model import build_model
+from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
-from tests.compute.tiny_trainer import tiny_trainer
+from tests.compute.tiny_trainer import tiny, tiny_trainer
 
 
 @pytest.fixture(autouse=True)
@@ -43,3 +45,12 @@ def limit_host(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def make_trainer(text_file: Path) -> Callable[..., Trainer]:
     """``tiny_trainer`` on that text."""
     return partial(tiny_trainer, text_file)
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a tiny model to begin with."""
+    directory = tmp_path_factory.mktemp("base")
+    build_model(tiny(), 256, seed=1).save_pretrained(directory)
+    Tokenizer.of_bytes().save(directory)
+    return directory

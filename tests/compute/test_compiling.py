@@ -20,9 +20,8 @@ from p2ptrain.compute.compiling import LEAST_REST_S, TIMED_PASSES, TIMED_STEPS, 
 from p2ptrain.compute.data import DataSpec
 from p2ptrain.compute.device import ComputeDevice, pick_device
 from p2ptrain.compute.local import LocalSpec
-from p2ptrain.compute.model import ModelSpec, build_model
+from p2ptrain.compute.model import ModelSpec
 from p2ptrain.compute.recipe import ModelRecipe
-from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.compute.tuning import TuningSpec
 from tests.compute import test_packing, test_preferences
@@ -69,14 +68,6 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
 @pytest.fixture
 def device() -> ComputeDevice:
     return pick_device("cpu", 1)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("base")
-    build_model(tiny(), 256, seed=1).save_pretrained(directory)
-    Tokenizer.of_bytes().save(directory)
-    return directory
 
 
 def changes_of(case: str, base: Path, directory: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from p2ptrain.compute.data import TARGET, Corpus, DataSpec, load_corpus
 from p2ptrain.compute.flat import OptimizerSpec
 from p2ptrain.compute.local import LocalSpec
-from p2ptrain.compute.model import ModelSpec, build_model
+from p2ptrain.compute.model import ModelSpec
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.compute.tuning import TuningSpec
@@ -22,21 +22,13 @@ from p2ptrain.core.errors import UserError
 from tests.compute.saving import save
 from tests.compute.test_optimizer import step_together
 from tests.compute.test_tuning import opened
-from tests.compute.tiny_trainer import MICRO_BATCHES, run_step, state_bytes, tiny, tiny_trainer
+from tests.compute.tiny_trainer import MICRO_BATCHES, run_step, state_bytes, tiny_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in peft
 
 BETA, STEPS = 0.4, 4
 OPTIMIZER = OptimizerSpec(lr=5e-3, warmup_steps=0, min_lr_ratio=1.0, clip_norm=0.0)
 PAIRS = [(f"add {n} and {n}: ", str(2 * n), "I do not know " * (n % 3) + "x") for n in range(80)]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("base")
-    build_model(tiny(), 256, seed=1).save_pretrained(directory)
-    Tokenizer.of_bytes().save(directory)
-    return directory
 
 
 def written(path: Path, pairs: list[tuple[Any, Any, Any]]) -> Path:
