@@ -58,7 +58,7 @@ class BucketTransfer:
         pieces: Sequence[RingPiece],
         *,
         patience_s: float,
-        on_reduced: Callable[[int], None] = lambda count: None,
+        on_reduced: Callable[[int], None],
     ) -> None:
         self._session = session
         self._pieces = pieces
