@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.serving import PartSpec, Pass, Ran, Sampling
 from p2ptrain.core.training import Applied, Blob, FilePlan, OnFinal, SettingsPeriod, TrainingData
 from ring.chain import Payload
@@ -269,15 +270,24 @@ class StageEngine(Protocol):
     cache_position_bytes: int
     device: str
 
-    def open(self, session: str, *, positions: int, sampling: Sampling) -> None:
-        """Begin a session of at most ``positions`` positions. Raises ``UserError`` if the model supports fewer."""
+    def open(self, session: str, *, positions: int, sampling: Sampling, block_hashes: Sequence[bytes] = ()) -> int:
+        """Begin a session of at most ``positions`` positions. Raises ``UserError`` if the model supports fewer.
 
-    def run(self, session: str, work: Pass) -> Ran:
-        """Compute one forward request.
+        Args:
+            block_hashes: of the text's blocks, as of ``p2ptrain.core.serving.hash_blocks``.
 
-        Raises:
+        Returns:
+            number of positions that the session has already, because other sessions computed these blocks.
+        """
+
+    def run(self, passes: Mapping[str, Pass]) -> dict[str, Ran | P2PTrainError]:
+        """Compute a pass of each of these sessions, in one batch where the model allows it.
+
+        The error of a pass does not concern the others; its session is as before, or is cut to ``keep``:
+
             ProtocolError: ``keep`` is beyond the history, a token id is not in the vocabulary, the session would become
                 too long, or the payload is malformed.
+            Preempted: there is no memory for its new positions.
         """
 
     def close(self, session: str) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 
-from p2ptrain.core.errors import ProtocolError, UserError
+from p2ptrain.core.errors import P2PTrainError, ProtocolError, UserError
 from p2ptrain.core.serving import PartSpec, Pass, Ran, Sampling
 
 KIND = "timed"
@@ -82,13 +83,26 @@ class TimedModel:
         self._is_right = [True] * right + [False] * (PERIOD - right)
         random.Random(1).shuffle(self._is_right)  # noqa: S311 - no secret
 
-    def open(self, session: str, *, positions: int, sampling: Sampling) -> None:
+    def open(self, session: str, *, positions: int, sampling: Sampling, block_hashes: Sequence[bytes] = ()) -> int:
         if positions > CONTEXT:
             raise UserError(f"{positions} positions, and the model knows {CONTEXT}", remedy="ask for fewer tokens")
         self._states[session] = [0]
+        return 0
 
-    def run(self, session: str, work: Pass) -> Ran:
+    def run(self, passes: Mapping[str, Pass]) -> dict[str, Ran | P2PTrainError]:
         ends_s = time.perf_counter() + self._pass_s
+        ran: dict[str, Ran | P2PTrainError] = {}
+        for session, work in passes.items():
+            try:
+                ran[session] = self._run_alone(session, work)
+            except ProtocolError as error:
+                ran[session] = error
+        # A sleep may end a millisecond late, unlike a real computation, so the last millisecond is spent polling.
+        while (left_s := ends_s - time.perf_counter()) > 0:
+            time.sleep(max(0.0, left_s - 0.001))
+        return ran
+
+    def _run_alone(self, session: str, work: Pass) -> Ran:
         states = self._states[session]
         if not 0 <= work.keep < len(states) or work.payload.nbytes != 4 * work.count:
             text = f"invalid request: {work.keep} of {len(states) - 1} positions, {work.payload.nbytes} bytes of ids"
@@ -100,9 +114,6 @@ class TimedModel:
         for position in range(len(states) - work.samples, len(states)):
             wrong = not self._is_right[position % PERIOD]
             picked.append(_right(states[position]) ^ wrong)
-        # A sleep may end a millisecond late, unlike a real computation, so the last millisecond is spent polling.
-        while (left_s := ends_s - time.perf_counter()) > 0:
-            time.sleep(max(0.0, left_s - 0.001))
         return Ran(memoryview(b""), tuple(picked))
 
     def close(self, session: str) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -35,7 +35,7 @@ from p2ptrain.compute.picking import Picker
 from p2ptrain.compute.split_check import check_splits
 from p2ptrain.core.activations import IDS, activation_bytes
 from p2ptrain.core.adapters import file_of, is_adapter, read_adapter
-from p2ptrain.core.errors import ConfigError, ProtocolError, ResourceError, UserError
+from p2ptrain.core.errors import ConfigError, P2PTrainError, ProtocolError, ResourceError, UserError
 from p2ptrain.core.serving import PartSpec, Pass, Ran, Sampling, check_positions
 from p2ptrain.core.tensor_files import MAX_CONFIG_BYTES, TensorTable, config_untrusted
 
@@ -233,7 +233,7 @@ class ServedPart:
         """Allocated cache memory of all open sessions."""
         return sum(session.cache.nbytes for session in self._sessions.values())
 
-    def open(self, session: str, *, positions: int, sampling: Sampling) -> None:
+    def open(self, session: str, *, positions: int, sampling: Sampling, block_hashes: Sequence[bytes] = ()) -> int:
         """Open a session of at most ``positions`` positions, and allocate its whole cache. Raises ``UserError``: the
         model's context is shorter, ``sampling`` is invalid, or the session exists already; ``ResourceError``: there is
         too little memory for the cache, or there are ``MAX_SESSIONS`` sessions."""
@@ -250,9 +250,19 @@ class ServedPart:
             cache = self._model.new_cache(positions)
         ids = torch.zeros(0, dtype=torch.int64)
         self._sessions[session] = _Session(cache, picker if self._model.part.last else None, ids)
+        return 0
 
-    def run(self, session: str, work: Pass) -> Ran:
+    def run(self, passes: Mapping[str, Pass]) -> dict[str, Ran | P2PTrainError]:
         """See ``StageEngine.run``."""
+        ran: dict[str, Ran | P2PTrainError] = {}
+        for session, work in passes.items():
+            try:
+                ran[session] = self._run_alone(session, work)
+            except P2PTrainError as error:
+                ran[session] = error
+        return ran
+
+    def _run_alone(self, session: str, work: Pass) -> Ran:
         state = self._sessions.get(session)
         if state is None:
             raise ProtocolError(f"there is no session {session[:64]!r} on this part")

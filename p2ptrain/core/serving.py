@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Any
 
-from p2ptrain.core.errors import ConfigError, UserError
+from p2ptrain.core.activations import encode_ids
+from p2ptrain.core.errors import ConfigError, P2PTrainError, ResourceError, UserError
 
 COLDEST = 1e-4
 """Up to this temperature the likeliest token is taken: scaled logits would overflow, and leave no distribution."""
@@ -140,6 +142,8 @@ class Pass:
         samples: number of final positions to sample a token for; only on the last stage.
         sample_index: index of the first sample; the first new token of the session has index 0.
         targets: token ids to score, one after each of the final positions; only on the last stage.
+        block_hashes: of the last blocks that are full after this pass, as of ``hash_blocks``: later sessions that begin
+            alike may use them.
     """
 
     keep: int
@@ -150,6 +154,28 @@ class Pass:
     samples: int = 0
     sample_index: int = 0
     targets: tuple[int, ...] = ()
+    block_hashes: tuple[bytes, ...] = ()
+
+
+BLOCK_POSITIONS = 64
+"""Positions of a block: the unit of memory for keys and values, and of what sessions that begin alike share."""
+HASH_BYTES = 16
+
+
+def hash_blocks(ids: Sequence[int], known: Sequence[bytes] = ()) -> tuple[bytes, ...]:
+    """The hash of each full block of a text, which depends on all ids up to the block's end. ``known``: those of the
+    first blocks, which are not computed again."""
+    hashes = list(known)
+    for start in range(len(hashes) * BLOCK_POSITIONS, len(ids) - BLOCK_POSITIONS + 1, BLOCK_POSITIONS):
+        before = hashes[-1] if hashes else b""
+        block = encode_ids(ids[start : start + BLOCK_POSITIONS])
+        hashes.append(blake2b(before + block, digest_size=HASH_BYTES).digest())
+    return tuple(hashes)
+
+
+class Preempted(ResourceError):
+    """The session's positions were dropped, because older sessions need the memory: it has none now. Its owner has them
+    computed again when there is room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +191,13 @@ class Ran:
     payload: memoryview
     tokens: tuple[int, ...]
     scores: bytes = b""
+
+
+def result_of(ran: Ran | P2PTrainError) -> Ran:
+    """Return the result of a pass, or raise its error."""
+    if isinstance(ran, P2PTrainError):
+        raise ran
+    return ran
 
 
 class StopStrings:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from p2ptrain.compute import first_import
 from p2ptrain.core.activations import IDS, encode_ids
 from p2ptrain.core.errors import P2PTrainError, Refused, UserError
-from p2ptrain.core.serving import Pass, Sampling, check_positions
+from p2ptrain.core.serving import Pass, Sampling, check_positions, result_of
 from p2ptrain.core.texts import human_bytes
 from p2ptrain.core.world import Clock
 from roles.compute_thread import ComputeThread
@@ -148,7 +148,8 @@ class LocalSession:
         what = (request.samples, index, request.targets)
         work = Pass(request.keep, memoryview(encode_ids(ids)), len(ids), IDS, engine.encoding, *what)
         try:
-            ran, took_s = await self._model.in_turn(partial(engine.run, self._name, work))
+            answers, took_s = await self._model.in_turn(partial(engine.run, {self._name: work}))
+            ran = result_of(answers[self._name])
         except BaseException:
             self._failed = True  # after a cancel, too
             raise

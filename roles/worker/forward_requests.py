@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from p2ptrain.core.activations import ID_BYTES, IDS, decode_ids, encode_ids
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused
-from p2ptrain.core.serving import Pass, Ran
+from p2ptrain.core.serving import Pass, result_of
 from p2ptrain.core.texts import shortened
 from roles.compute_thread import Turns
 from roles.line import Line
@@ -299,7 +299,7 @@ class ForwardRequests:
             samples, encoding = work.samples if core.last else 0, core.out_encoding(work)
             what = (samples, work.sample_index, decode_ids(work.targets) if core.last else ())
             asked = Pass(work.keep, memoryview(payload), work.count, work.encoding, encoding, *what)
-            ran: Ran = await self._compute.run(stage.part.engine.run, core.id, asked)
+            ran = result_of((await self._compute.run(stage.part.engine.run, {core.id: asked}))[core.id])
         except P2PTrainError as problem:
             if core.current(work):
                 self._break(stage, core.index, _code(problem), problem)

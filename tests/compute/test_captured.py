@@ -18,6 +18,7 @@ from p2ptrain.compute.captured import MOST_NEW, STEPS_BEFORE_CAPTURE
 from p2ptrain.compute.served_part import ServedPart, load_whole
 from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.serving import Pass, Sampling
+from tests.run_one import run_one
 
 from .families import FAMILIES, VOCAB, make, make_unsplit
 from .kernel_recorder import KernelRecorder
@@ -98,7 +99,7 @@ def test_result_of_a_replay_is_not_overwritten_by_the_next(recorded: Recorded) -
     part.open("s", positions=64, sampling=GREEDY)
 
     def run(keep: int, *ids: int) -> memoryview:
-        return part.run("s", Pass(keep, memoryview(encode_ids(ids)), len(ids), "ids", "fp32")).payload
+        return run_one(part, "s", Pass(keep, memoryview(encode_ids(ids)), len(ids), "ids", "fp32")).payload
 
     run(0, *range(9))
     payloads = [run(9 + index, index) for index in range(STEPS_BEFORE_CAPTURE + 1)]

@@ -27,6 +27,7 @@ from p2ptrain.core.errors import ConfigError, JobFailed, ProtocolError, Resource
 from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.serving import PartSpec, Pass, Sampling
 from p2ptrain.core.tensor_files import TensorTable
+from tests.run_one import run_one
 
 from .families import FAMILIES, VOCAB, generated, make, make_unsplit
 
@@ -75,9 +76,8 @@ class Client:
         for part in self.parts:
             last = part is self.parts[-1]
             going = encoding or part.encoding
-            ran = part.run(
-                self.name, Pass(keep, payload, len(ids), coming, going, samples if last else 0, sample_index)
-            )
+            work = Pass(keep, payload, len(ids), coming, going, samples if last else 0, sample_index)
+            ran = run_one(part, self.name, work)
             assert ran.payload.nbytes == (0 if last else activation_bytes(going, len(ids), part.width))
             payload, coming = ran.payload, going
         self.length = keep + len(ids)
@@ -224,13 +224,13 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
         "sample_index": 0,
     }
     part.open("s", positions=10, sampling=GREEDY)
-    part.run("s", Pass(**good | {"keep": 0, "payload": memoryview(encode_ids([5, 6, 7, 8])), "count": 4}))
-    expected = bytes(part.run("s", Pass(**good)).payload)
+    run_one(part, "s", Pass(**good | {"keep": 0, "payload": memoryview(encode_ids([5, 6, 7, 8])), "count": 4}))
+    expected = bytes(run_one(part, "s", Pass(**good)).payload)
     session = changes.pop("session", "s")
     with pytest.raises(ProtocolError, match=cause):
-        part.run(session, Pass(**good | changes))
+        run_one(part, session, Pass(**good | changes))
     assert part._sessions["s"].cache.length == 6
-    assert bytes(part.run("s", Pass(**good)).payload) == expected
+    assert bytes(run_one(part, "s", Pass(**good)).payload) == expected
     part.close("s")
 
 
@@ -240,20 +240,20 @@ def test_picks_and_scores_of_the_last_stage(loaded: Callable[[str], Loaded], lim
     arguments: dict[str, Any] = {"keep": 0, "encoding": "fp32", "out_encoding": "fp32", "sample_index": 0}
     payload = memoryview(bytes(activation_bytes("fp32", 2, 64)))
     with pytest.raises(ProtocolError, match="cannot sample 3 tokens and score 0 at 2"):
-        part.run("s", Pass(payload=payload, count=2, samples=3, **arguments))
+        run_one(part, "s", Pass(payload=payload, count=2, samples=3, **arguments))
     nan = memoryview(torch.full((2, 64), torch.nan).numpy().tobytes())
     with pytest.raises(JobFailed):
-        part.run("s", Pass(payload=nan, count=2, samples=1, **arguments))
+        run_one(part, "s", Pass(payload=nan, count=2, samples=1, **arguments))
     with pytest.raises(ProtocolError, match="cannot keep 1 positions: the session has 0"):
-        part.run("s", Pass(payload=payload, count=2, samples=1, **arguments | {"keep": 1}))
+        run_one(part, "s", Pass(payload=payload, count=2, samples=1, **arguments | {"keep": 1}))
     for targets, cause in (((1, 2, 3), "score 3 at 2"), ((VOCAB,), "targets from 211"), ((-1, 5), "targets from -1")):
         with pytest.raises(ProtocolError, match=cause):
-            part.run("s", Pass(payload=payload, count=2, samples=0, targets=targets, **arguments))
+            run_one(part, "s", Pass(payload=payload, count=2, samples=0, targets=targets, **arguments))
     limit_host(12 * 2 * VOCAB - 1)
     with pytest.raises(ResourceError, match="scoring 2 tokens"):
-        part.run("s", Pass(payload=payload, count=2, samples=0, targets=(1, 2), **arguments))
+        run_one(part, "s", Pass(payload=payload, count=2, samples=0, targets=(1, 2), **arguments))
     limit_host(12 * 2 * VOCAB)
-    assert len(part.run("s", Pass(payload=payload, count=2, samples=0, targets=(1, 2), **arguments)).scores) == 8
+    assert len(run_one(part, "s", Pass(payload=payload, count=2, samples=0, targets=(1, 2), **arguments)).scores) == 8
     part.close("s")
 
 
@@ -265,8 +265,8 @@ def test_a_run_that_fails_in_the_middle_leaves_what_was_kept(
     arguments: dict[str, Any] = {"encoding": "fp32", "out_encoding": "fp32", "sample_index": 0, "samples": 0}
     payload = memoryview(torch.randn(12, 64, generator=torch.Generator().manual_seed(1)).numpy().tobytes())
     more = payload[: 2 * 64 * 4]
-    part.run("s", Pass(0, payload, 12, **arguments))
-    expected = bytes(part.run("s", Pass(keep=11, payload=more, count=2, **arguments)).payload)
+    run_one(part, "s", Pass(0, payload, 12, **arguments))
+    expected = bytes(run_one(part, "s", Pass(keep=11, payload=more, count=2, **arguments)).payload)
     module: Any = part._model.module
     for error, seen in ((torch.OutOfMemoryError("no"), ResourceError), (RuntimeError("other"), RuntimeError)):
 
@@ -276,9 +276,9 @@ def test_a_run_that_fails_in_the_middle_leaves_what_was_kept(
         with monkeypatch.context() as patch:
             patch.setattr(module.model.layers[1].mlp, "forward", fails)
             with pytest.raises(seen):
-                part.run("s", Pass(keep=11, payload=more, count=2, **arguments))
+                run_one(part, "s", Pass(keep=11, payload=more, count=2, **arguments))
         assert part._sessions["s"].cache.length == 11
-        assert bytes(part.run("s", Pass(keep=11, payload=more, count=2, **arguments)).payload) == expected
+        assert bytes(run_one(part, "s", Pass(keep=11, payload=more, count=2, **arguments)).payload) == expected
     part.close("s")
 
 

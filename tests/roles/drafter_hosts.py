@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,7 @@ from roles.verifier.cost_model import CostModel
 from roles.verifier.drafters import Drafters, TextDrafts
 from roles.verifier.speculation import Speculation
 from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part
+from tests.run_one import run_one
 from wire.connection import Connection
 from wire.handshake import PeerServer, local_welcome, serve
 from wire.messages import Hello, Refuse, Request, Response, Welcome
@@ -58,11 +59,16 @@ class Wobbly:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._whole, name)
 
-    def run(self, session: str, work: Pass) -> Ran:
+    def run(self, passes: Mapping[str, Pass]) -> dict[str, Ran | P2PTrainError]:
         """As of ``StageEngine``."""
-        ran = self._whole.run(session, work)
-        stop = work.keep + work.count
-        first = stop - len(ran.tokens)
+        answers = self._whole.run(passes)
+        return {
+            session: self._changed(ran, passes[session]) if isinstance(ran, Ran) else ran
+            for session, ran in answers.items()
+        }
+
+    def _changed(self, ran: Ran, work: Pass) -> Ran:
+        first = work.keep + work.count - len(ran.tokens)
         return Ran(ran.payload, tuple(self._said(first + at, token) for at, token in enumerate(ran.tokens)))
 
     def _said(self, position: int, right: int) -> int:
@@ -295,7 +301,7 @@ async def write(
         took_s = 2 * half_s * slowed()
         await asyncio.sleep(took_s - half_s)
         ids, index = memoryview(encode_ids(request.ids)), request.sample_index(len(prompt))
-        ran = engine.run("s", Pass(request.keep, ids, len(request.ids), IDS, IDS, request.samples, index))
+        ran = run_one(engine, "s", Pass(request.keep, ids, len(request.ids), IDS, IDS, request.samples, index))
         drafts.end_pass(decoding.take_samples(ran.tokens, took_s, now()))
         ends.append(now())
         decoding.validate()

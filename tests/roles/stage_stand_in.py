@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from p2ptrain.core.activations import activation_bytes
-from p2ptrain.core.errors import ConfigError, ProtocolError, UserError
+from p2ptrain.core.errors import ConfigError, P2PTrainError, ProtocolError, UserError
 from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.serving import PartSpec, Pass, Ran, Sampling
 from roles.worker.stages import Holding
+from tests.run_one import run_one
 
 WIDTH = 8
 MODULUS = 127
@@ -179,7 +180,7 @@ class StandInStage:
         """Positions that a session has taken."""
         return len(self.sessions[session].history)
 
-    def open(self, session: str, *, positions: int, sampling: Sampling) -> None:
+    def open(self, session: str, *, positions: int, sampling: Sampling, block_hashes: Sequence[bytes] = ()) -> int:
         if positions > self._context:
             raise UserError(
                 f"{positions} positions, and the model knows {self._context}", remedy="ask for fewer tokens"
@@ -187,8 +188,18 @@ class StandInStage:
         if session in self.sessions:
             raise UserError(f"there is a session {session!r} on this part", remedy="close it first")
         self.sessions[session] = _Session(positions, sampling)
+        return 0
 
-    def run(self, session: str, work: Pass) -> Ran:
+    def run(self, passes: Mapping[str, Pass]) -> dict[str, Ran | P2PTrainError]:
+        ran: dict[str, Ran | P2PTrainError] = {}
+        for session, work in passes.items():
+            try:
+                ran[session] = self._run_alone(session, work)
+            except P2PTrainError as error:
+                ran[session] = error
+        return ran
+
+    def _run_alone(self, session: str, work: Pass) -> Ran:
         state, keep, count = self.sessions[session], work.keep, work.count
         samples, sample_index = work.samples, work.sample_index
         self._on_run(session, keep, count)
@@ -329,7 +340,8 @@ def tokens_of(config: str, prompt: list[int], tokens: int, sampling: Sampling, *
     for sample_index in range(tokens):
         payload = memoryview(np.array(ids, "<i4").tobytes())
         keep = len(whole.sessions["reference"].history)
-        ran = whole.run(
+        ran = run_one(
+            whole,
             "reference",
             Pass(keep, payload, len(ids), "ids", "fp32", 1, sample_index),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -319,10 +319,9 @@ async def test_a_session_longer_than_the_drafters_context_is_drafted_for_up_to_i
 
 async def test_an_engine_that_fails_ends_that_session_with_its_reason() -> None:
     class Failing(Wobbly):
-        def run(self, session: str, work: Pass) -> Ran:
-            if work.count == 4:
-                raise ResourceError("the device has no memory left", remedy="use a smaller model")
-            return super().run(session, work)
+        def run(self, passes: Mapping[str, Pass]) -> dict[str, Ran | P2PTrainError]:
+            error = ResourceError("the device has no memory left", remedy="use a smaller model")
+            return {**super().run(passes), **{name: error for name, work in passes.items() if work.count == 4}}
 
     async with drafter_beside(Failing(1.0)) as (network, host), verifier_of(network) as verifier:
         verifier.open(replace(OPENING, count=4, prompt=4), IDS[4:])

@@ -34,6 +34,7 @@ from roles.serving.worker_pool import WorkerPool, model_of_directory
 from roles.worker.stages import Holding
 from tests.compute.families import make_of_bytes
 from tests.roles.stage_stand_in import stand_in_part
+from tests.run_one import run_one
 
 from .scene import CONFIG, LAYERS, Scene, scene_of
 
@@ -49,7 +50,7 @@ def reference(ids: Sequence[int], first: int) -> list[float]:
     whole = stand_in_part(CONFIG, 0, LAYERS)
     whole.open("s", positions=len(ids), sampling=GREEDY)
     targets = tuple(ids[first:])
-    ran = whole.run("s", Pass(0, memoryview(encode_ids(ids[:-1])), len(ids) - 1, "ids", "fp32", targets=targets))
+    ran = run_one(whole, "s", Pass(0, memoryview(encode_ids(ids[:-1])), len(ids) - 1, "ids", "fp32", targets=targets))
     return [float(score) for score in np.frombuffer(ran.scores, "<f4")]
 
 
