@@ -26,6 +26,7 @@ from roles.verifier.drafters import Drafters, Vocabulary
 from roles.verifier.service import VerifierService
 from tests.roles.drafter_hosts import TOKENIZER, DrafterHost, Wobbly, around_of, drafter_hosts, model_serves
 from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part, tokens_of
+from tests.run_one import run_one
 
 CONFIG = stand_in_config(layers=2, vocab_size=256, context=600, rows=1)
 GREEDY = Sampling(0.0)
@@ -55,7 +56,7 @@ def world(network: Network | None = None) -> World:
 
 def _ran(stage: StandInStage, name: str, request: PassRequest, sample_from: int) -> tuple[int, ...]:
     ids, index = memoryview(np.array(request.ids, "<i4").tobytes()), request.sample_index(sample_from)
-    return stage.run(name, Pass(request.keep, ids, len(request.ids), "ids", "fp32", request.samples, index)).tokens
+    return run_one(stage, name, Pass(request.keep, ids, len(request.ids), "ids", "fp32", request.samples, index)).tokens
 
 
 @dataclass
