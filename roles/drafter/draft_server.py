@@ -4,8 +4,7 @@ A verifier dials once (purpose ``draft``) for all of its texts. Each has a sessi
 ``stream`` of a frame. A session begins with all token ids so far. Then its core (``roles.drafter.drafting``) decides
 what the model computes and what is sent. Verdicts go to the core as soon as they arrive.
 
-One model (``LocalModel``) computes for all sessions in turn, one pass at a time, and limits their number and memory. A
-long prompt is processed in pieces, so that other sessions' drafts wait for a few short passes at most.
+One model (``LocalModel``) computes for all sessions, in batches, and limits their number and memory.
 """
 
 from __future__ import annotations
@@ -47,8 +46,6 @@ MAX_CALLERS = 64
 MAX_SESSIONS = 32
 BEAT_S = 0.5
 """Interval of heartbeats to a verifier that has not told its silence limit yet."""
-SHARED_PIECE = 256
-"""Positions of a prompt that are processed at a time while there are other sessions."""
 
 
 @dataclass(eq=False)
@@ -137,6 +134,7 @@ class DraftServer:
         self._model, self._name, self._tokenizer = model, name, tokenizer
         self._on_news = on_news
         self.gauge = Gauge()
+        self._noted_busy_s = 0.0
         self._now = world.clock.now
         self._callers: set[_Caller] = set()
         self._sessions: set[_Session] = set()
@@ -286,28 +284,21 @@ class DraftServer:
             self._give_up(session, JobFailed(f"{type(mistake).__name__}: {mistake}"))
 
     async def _compute(self, session: _Session, model: LocalSession, request: PassRequest) -> tuple[int, ...]:
-        """Compute a pass, in pieces while there are other sessions. Returns its samples.
+        """Compute a pass. Returns its samples.
 
         Raises:
             P2PTrainError: the engine fails, or the session is too long for it.
         """
         # The verifier's vocabulary may be padded to more: a token that only it has is replaced by another one.
         ids = tuple(min(token, self._model.vocab_size - 1) for token in request.ids)
-        taken = 0
-        while True:
-            left = len(ids) - taken
-            size = left if len(self._sessions) == 1 else min(left, SHARED_PIECE)
-            keep = request.keep + taken
-            if keep + size > session.positions:
-                raise self._too_long(keep + size)
-            piece = PassRequest(keep, ids[taken : taken + size], request.samples if size == left else 0)
-            result = await model.append(piece)
-            if size == 1:
-                self.gauge.draft.add(result.took_s)
-            self.gauge.busy.add(result.took_s, self._now())
-            taken += size
-            if taken == len(ids):
-                return result.tokens
+        if request.stop > session.positions:
+            raise self._too_long(request.stop)
+        result = await model.append(PassRequest(request.keep, ids, request.samples))
+        if len(ids) == 1:
+            self.gauge.draft.add(result.took_s)
+        self.gauge.busy.add(self._model.busy_s - self._noted_busy_s, self._now())
+        self._noted_busy_s = self._model.busy_s
+        return result.tokens
 
     def _too_long(self, size: int) -> Refused:
         text = f"{size} tokens are too many: {self._name} has a context of {self._model.context}"

@@ -1,39 +1,51 @@
-"""A whole model in this process, on one compute thread."""
+"""A whole model in this process, on one compute thread.
+
+The passes of all sessions wait in a ``PassQueue``. Whenever the thread is free, one call of the engine computes what
+waits then: a pass of each session that writes, and beside them ``SHARED_CHUNK`` positions of prompts at most, so that
+the time between two tokens of a text stays bounded.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from p2ptrain.compute import first_import
 from p2ptrain.core.activations import IDS, encode_ids
-from p2ptrain.core.errors import P2PTrainError, Refused, UserError
-from p2ptrain.core.serving import Pass, Sampling, check_positions, result_of
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError, Refused, ResourceError, UserError
+from p2ptrain.core.serving import Pass, Ran, Sampling, check_positions
 from p2ptrain.core.texts import human_bytes
 from p2ptrain.core.world import Clock
+from roles.background import Background
 from roles.compute_thread import ComputeThread
 from roles.engine import StageEngine
-from roles.serving.model import PassRequest, PassResult
+from roles.serving.model import SHARED_CHUNK, PassRequest, PassResult
+from roles.serving.pass_queue import PassQueue
 from roles.timed_model import load_timed_model
 from wire.chain_messages import MAX_REQUEST_POSITIONS
 from wire.messages import RefusalCode
 
-T = TypeVar("T")
-
 CLOSE_REMEDY = "try again when other texts are finished"
+ASKING_TURNS = 8
+"""Turns of the event loop after a batch, in which the texts that were answered ask for their next pass. So they stay in
+one batch."""
 
 
 class LocalModel:
-    """A ``ServedModel`` on one compute thread. Its sessions take turns.
+    """A ``ServedModel`` on one compute thread, which computes a pass of each of its sessions at a time.
 
     Args:
         engine: engine of all layers. compute: the thread on which it was made; it ends with this model.
         max_sessions: most sessions at a time; 0: any number.
         cache_bytes: limit of all sessions' caches together; 0: what the engine finds free.
+
+    Attributes:
+        busy_s: time in which batches were computed.
     """
 
     def __init__(
@@ -52,22 +64,27 @@ class LocalModel:
         self._opened = 0  # sessions, closed ones too
         self._promised: dict[str, int] = {}  # cache bytes by session, until the engine has closed it
         self.sessions: set[LocalSession] = set()
-        self._turn = asyncio.Lock()  # the lock serves its waiters in order
+        self.busy_s = 0.0
+        self._queue: PassQueue[LocalSession] = PassQueue()
+        self._wake = asyncio.Event()
+        self._tasks = Background(self._fail_all)
         self._closed = False
 
-    async def open(self, *, positions: int, sampling: Sampling, sample_from: int) -> LocalSession:
+    async def open(self, *, positions: int, sampling: Sampling, sample_from: int, priority: int = 0) -> LocalSession:
         """As ``ServedModel.open``. Allocates the session's cache."""
         need_bytes = positions * self.engine.cache_position_bytes
         self._check(positions, need_bytes)
+        if not self._opened:
+            self._tasks.start(self._compute_batches(), "batches")
         self._opened += 1
         name = f"session {self._opened}"
         self._promised[name] = need_bytes
         try:
-            await self.in_turn(partial(self.engine.open, name, positions=positions, sampling=sampling))
+            await asyncio.shield(self._compute.submit(self.engine.open, name, positions=positions, sampling=sampling))
         except BaseException:
             await self.forget(name)  # after a cancel it may be open
             raise
-        session = LocalSession(self, name, sample_from)
+        session = LocalSession(self, name, sample_from, priority)
         self.sessions.add(session)
         return session
 
@@ -79,13 +96,59 @@ class LocalModel:
         if not self._closed:
             self._closed = True
             await asyncio.gather(*(session.close() for session in list(self.sessions)))
+            await self._tasks.stop()
             self._compute.close()
+
+    # ------------------------------------------------------------------------------------------------- for its sessions
+
+    def wait_with(self, session: LocalSession) -> None:
+        """Let the session's first pass wait for a batch."""
+        if session.passes:
+            positions, prefill = session.next_turn()
+            self._queue.add(session, positions, prefill=prefill, priority=session.priority)
+            self._wake.set()
+
+    def drop_turn(self, session: LocalSession) -> None:
+        self._queue.drop(session)
 
     async def forget(self, name: str) -> None:
         """Close a session after the call under way. Never raises."""
-        closing = asyncio.ensure_future(self.in_turn(partial(self.engine.close, name)))
+        closing = self._compute.submit(self.engine.close, name)
         closing.add_done_callback(lambda done: self._forgotten(name, done))
         await asyncio.wait([closing])
+
+    # --------------------------------------------------------------------------------------------------------- batches
+
+    async def _compute_batches(self) -> None:
+        while True:
+            beside = any(session.is_writing for session in self.sessions)
+            most = SHARED_CHUNK if beside else MAX_REQUEST_POSITIONS
+            batch = self._queue.take(most_prompt_positions=most)
+            if not batch:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            passes = {session.name: session.begin_pass(most) for session in batch}
+            began = self._clock.now()
+            ran: dict[str, Ran | P2PTrainError]
+            try:
+                ran = await self._compute.run(self.engine.run, passes)
+            except P2PTrainError as error:
+                ran = dict.fromkeys(passes, error)
+            took_s = self._clock.now() - began
+            self.busy_s += took_s
+            for session in batch:
+                session.end_pass(passes[session.name], ran[session.name], took_s)
+                self.wait_with(session)
+            for _ in range(ASKING_TURNS):
+                if all(session in self._queue or session.closed for session in batch):
+                    break
+                await asyncio.sleep(0)
+
+    def _fail_all(self, error: BaseException) -> None:
+        failure = ResourceError(f"the model's queue failed: {type(error).__name__}: {error}")
+        for session in self.sessions:
+            session.fail(failure)
 
     def _check(self, positions: int, need_bytes: int) -> None:
         if self._closed:
@@ -104,62 +167,127 @@ class LocalModel:
             text = f"other sessions leave too little of {human_bytes(self._cache_bytes)} for {positions} positions"
             raise Refused(RefusalCode.BUSY, text, remedy=CLOSE_REMEDY)
 
-    async def in_turn(self, call: Callable[[], T]) -> tuple[T, float]:
-        """Run ``call`` on the compute thread; return its result and its duration in seconds. The turn lasts until the
-        call ends, even if the caller was cancelled: else the next call's duration would include its rest."""
-        await self._turn.acquire()
-        began, ended = self._clock.now(), 0.0
-
-        def over(done: asyncio.Future[T]) -> None:
-            nonlocal ended
-            ended = self._clock.now()
-            self._turn.release()
-            if not done.cancelled():
-                done.exception()  # retrieved, so that asyncio does not warn after a cancel
-
-        future = self._compute.submit(call)
-        future.add_done_callback(over)
-        result = await asyncio.shield(future)
-        return result, ended - began
-
     def _forgotten(self, name: str, done: asyncio.Future[Any]) -> None:
         self._promised.pop(name, None)
         if not done.cancelled():
-            done.exception()
+            done.exception()  # retrieved, so that asyncio does not warn
+
+
+@dataclass(eq=False, slots=True)
+class WaitingPass:
+    """A pass that is not answered yet.
+
+    Attributes:
+        is_begun: the session's ``ids`` have its positions. took_s: time of the batches that computed it so far.
+    """
+
+    request: PassRequest
+    sample_index: int
+    answer: asyncio.Future[PassResult]
+    is_begun: bool = False
+    took_s: float = 0.0
 
 
 class LocalSession:
-    """A ``ModelSession``."""
+    """A ``ModelSession``.
+
+    Attributes:
+        name: in the engine. priority: as of ``ServedModel.open``.
+        passes: those that are not answered yet, in order.
+        ids: the history. computed: so many of its first positions are in the engine.
+    """
 
     lost = False  # only a pass can fail, and its caller gets the error
 
-    def __init__(self, model: LocalModel, name: str, sample_from: int) -> None:
+    def __init__(self, model: LocalModel, name: str, sample_from: int, priority: int) -> None:
         self.sample_from = sample_from
-        self._model, self._name = model, name
-        self._failed = self._closed = False
+        self.name, self.priority = name, priority
+        self.passes: deque[WaitingPass] = deque()
+        self.ids: list[int] = []
+        self.computed = 0
+        self.closed = False
+        self._model = model
+        self._error: P2PTrainError | None = None
 
     async def append(self, request: PassRequest) -> PassResult:
-        if self._failed or self._closed:
+        if self._error is not None or self.closed:
             raise RuntimeError("the session is closed, or a pass has failed")
-        ids, engine = request.ids, self._model.engine
-        if not 0 < len(ids) <= MAX_REQUEST_POSITIONS:
-            raise ValueError(f"a pass has 1 to {MAX_REQUEST_POSITIONS} positions, not {len(ids)}")
+        if not 0 < len(request.ids) <= MAX_REQUEST_POSITIONS:
+            raise ValueError(f"a pass has 1 to {MAX_REQUEST_POSITIONS} positions, not {len(request.ids)}")
+        size = self.passes[-1].request.stop if self.passes else len(self.ids)
+        if not 0 <= request.keep <= size:
+            raise ValueError(f"cannot keep {request.keep} positions: the session has {size}")
         index = request.sample_index(self.sample_from)
-        what = (request.samples, index, request.targets)
-        work = Pass(request.keep, memoryview(encode_ids(ids)), len(ids), IDS, engine.encoding, *what)
+        waiting = WaitingPass(request, index, asyncio.get_running_loop().create_future())
+        self.passes.append(waiting)
+        self._model.wait_with(self)
         try:
-            answers, took_s = await self._model.in_turn(partial(engine.run, {self._name: work}))
-            ran = result_of(answers[self._name])
-        except BaseException:
-            self._failed = True  # after a cancel, too
+            return await waiting.answer
+        except asyncio.CancelledError:
+            self.fail(P2PTrainError("a pass was cancelled"))
             raise
-        return PassResult(ran.tokens, took_s, scores=ran.scores)
 
     async def close(self) -> None:
-        if not self._closed:
-            self._closed = True
+        if not self.closed:
+            self.closed = True
+            self.fail(ConnectionLost("this session was closed meanwhile", remedy="open another session"))
             self._model.sessions.discard(self)
-            await self._model.forget(self._name)
+            await self._model.forget(self.name)
+
+    # --------------------------------------------------------------------------------------------------- for its model
+
+    @property
+    def is_writing(self) -> bool:
+        """Its prompt is computed, so the person who reads its text waits for each pass."""
+        return self._error is None and self.computed >= self.sample_from
+
+    def next_turn(self) -> tuple[int, bool]:
+        """Positions that are to be computed for the first of ``passes``, and whether they belong to the prompt."""
+        request = self.passes[0].request
+        start = min(self.computed, request.keep)
+        return request.stop - start, start < self.sample_from
+
+    def begin_pass(self, most_positions: int) -> Pass:
+        """The next positions of the first of ``passes``: all that are left, or ``most_positions`` of them if they give
+        no samples or scores."""
+        first = self.passes[0]
+        request = first.request
+        if not first.is_begun:
+            first.is_begun = True
+            del self.ids[request.keep :]
+            self.ids += request.ids
+            self.computed = min(self.computed, request.keep)
+        start, stop = self.computed, request.stop
+        rows = max(request.samples, len(request.targets))
+        if stop - start > most_positions and stop - rows > start:
+            stop = min(start + most_positions, stop - rows)
+        is_last = stop == request.stop
+        what = (request.samples, first.sample_index, request.targets) if is_last else ()
+        ids = memoryview(encode_ids(self.ids[start:stop]))
+        return Pass(start, ids, stop - start, IDS, self._model.engine.encoding, *what)
+
+    def end_pass(self, work: Pass, ran: Ran | P2PTrainError, took_s: float) -> None:
+        """Take the result of ``work``, whose batch took ``took_s``."""
+        if self._error is not None:
+            return  # closed meanwhile
+        if isinstance(ran, P2PTrainError):
+            self.fail(ran)
+            return
+        first = self.passes[0]
+        first.took_s += took_s
+        self.computed = work.keep + work.count
+        if self.computed == first.request.stop:
+            self.passes.popleft()
+            if not first.answer.done():  # else its caller was cancelled just now
+                first.answer.set_result(PassResult(ran.tokens, first.took_s, scores=ran.scores))
+
+    def fail(self, error: P2PTrainError) -> None:
+        self._error = self._error or error
+        for waiting in self.passes:
+            if not waiting.answer.done():
+                waiting.answer.set_exception(error)
+        self.passes.clear()
+        self._model.drop_turn(self)
 
 
 async def load_local_engine(

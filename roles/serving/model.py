@@ -68,7 +68,8 @@ class ModelSession(Protocol):
         """The session has failed, in use or not, and can only be closed."""
 
     async def append(self, request: PassRequest) -> PassResult:
-        """Compute a pass of up to ``MAX_REQUEST_POSITIONS`` token ids. Passes are answered in the order of the calls.
+        """Compute a pass of up to ``MAX_REQUEST_POSITIONS`` token ids. It may be called again before the answer, for a
+        pass that continues or cuts the history that the first one leaves. Answers come in the order of the calls.
 
         After a cancelled or failed pass the session can only be closed.
 
@@ -109,6 +110,8 @@ class ServedModel(Protocol):
         """Release the model. Never raises."""
 
 
+SHARED_CHUNK = 256
+"""Positions of prompts in one pass while other texts wait for their next token."""
 PLACES = 16
 """Places in a pass that have counters of their own."""
 

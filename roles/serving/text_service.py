@@ -20,7 +20,7 @@ from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, Refused, Resou
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.world import World
 from roles.background import Background
-from roles.serving.model import Decoding, ModelSession, PassOutcome, ServedModel
+from roles.serving.model import SHARED_CHUNK, Decoding, ModelSession, PassOutcome, ServedModel
 from roles.serving.text_stats import DrafterFacts, TextStats, TextSums, sums_of
 from roles.serving.texts import TextPiece, TextRequest, Writing, report_defect
 from wire.chain_messages import MAX_REQUEST_POSITIONS
@@ -209,8 +209,7 @@ IDLE_S = 180.0
 """Time for which the computed part of a conversation stays for the next question."""
 WAIT_S = 60.0
 """Time for which a text waits for memory that other texts use, or for its turn."""
-SHARED_CHUNK = 256
-"""Positions of a prompt in one pass while other texts wait for their next token."""
+
 _ROLES = (SYSTEM, USER, ASSISTANT)
 
 

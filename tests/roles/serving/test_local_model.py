@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from p2ptrain.core.errors import ConfigError, P2PTrainError, ProtocolError, Refused, UserError
-from p2ptrain.core.serving import Sampling
+from p2ptrain.core.errors import ConfigError, ConnectionLost, P2PTrainError, Refused, UserError
+from p2ptrain.core.serving import Pass, Ran, Sampling
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock
 from roles.compute_thread import ComputeThread
@@ -40,8 +40,21 @@ async def target_of(engine: StandInStage, **options: Any) -> AsyncIterator[Local
         assert target.promised_bytes == 0
 
 
-def engine_of(**options: Any) -> StandInStage:
-    return stand_in_part(CONFIG, 0, 3, **options)
+def engine_of(config: str = CONFIG, **options: Any) -> StandInStage:
+    return stand_in_part(config, 0, 3, **options)
+
+
+def batches_of(engine: StandInStage) -> list[dict[str, int]]:
+    """The batches that the engine computes from now on: positions by session."""
+    batches: list[dict[str, int]] = []
+    run = engine.run
+
+    def record(passes: Mapping[str, Pass]) -> dict[str, Ran | P2PTrainError]:
+        batches.append({name: work.count for name, work in passes.items()})
+        return run(passes)
+
+    engine.run = record  # type: ignore[method-assign]
+    return batches
 
 
 @pytest.mark.virtual_time
@@ -60,9 +73,10 @@ async def test_the_tokens_are_those_of_plain_decoding(sampling: Sampling, drafts
 
 
 @pytest.mark.virtual_time
-async def test_sessions_take_turns_in_order_and_only_their_own_time_counts() -> None:
-    ran: list[str] = []
-    async with target_of(engine_of(on_run=lambda name, keep, count: ran.append(name))) as target:
+async def test_passes_of_all_sessions_are_computed_together() -> None:
+    engine = engine_of()
+    batches = batches_of(engine)
+    async with target_of(engine) as target:
         sessions = [await target.open(positions=60, sampling=GREEDY, sample_from=1) for _ in range(3)]
 
         async def three_passes(session: ModelSession) -> list[float]:
@@ -71,8 +85,75 @@ async def test_sessions_take_turns_in_order_and_only_their_own_time_counts() -> 
 
         times = await asyncio.gather(*(three_passes(session) for session in sessions))
         assert times == [[pytest.approx(PASS_S)] * 3] * 3
-        assert len(set(ran[:3])) == 3
-        assert ran == ran[:3] * 3
+        assert [len(batch) for batch in batches] == [3, 3, 3]
+        assert target.busy_s == pytest.approx(3 * PASS_S)
+
+
+@pytest.mark.virtual_time
+async def test_passes_of_a_session_are_answered_in_order() -> None:
+    wanted = tokens_of(CONFIG, PROMPT, 6, GREEDY)
+    async with target_of(engine_of()) as target:
+        session = await target.open(positions=60, sampling=GREEDY, sample_from=len(PROMPT))
+        size, order = len(PROMPT), list[int]()
+        requests = [
+            PassRequest(0, tuple(PROMPT), 1),
+            PassRequest(size, (*wanted[:2], 3), 3),  # the last draft is wrong
+            PassRequest(size + 2, (wanted[2], wanted[3]), 2),
+            PassRequest(size + 3, (wanted[3], wanted[4]), 2),
+        ]
+
+        async def ask(number: int) -> list[int]:
+            tokens = (await session.append(requests[number])).tokens
+            order.append(number)
+            return list(tokens)
+
+        tokens = await asyncio.gather(*map(ask, range(4)))
+        assert order == [0, 1, 2, 3]
+        assert tokens == [wanted[:1], [*wanted[1:3], tokens[1][2]], wanted[3:5], wanted[4:6]]
+        await session.close()
+
+
+@pytest.mark.virtual_time
+async def test_prompt_is_computed_in_chunks_while_another_text_is_written() -> None:
+    engine = engine_of(stand_in_config(layers=3))
+    batches = batches_of(engine)
+    async with target_of(engine) as target:
+        target.context = None
+        one, other = [
+            await target.open(positions=2000, sampling=GREEDY, sample_from=sample_from) for sample_from in (1, 1000)
+        ]
+        await one.append(PassRequest(0, (1,), 1))
+        prompt = asyncio.create_task(other.append(PassRequest(0, tuple(range(90)) * 11, 1, targets=(5,) * 300)))
+        at = 1
+        while not prompt.done():
+            await one.append(PassRequest(at, (1,), 1))
+            at += 1
+        mixed = [batch for batch in batches if other.name in batch]
+        assert [batch.get(one.name) for batch in mixed] == [1] * 4, "each chunk is computed beside a token"
+        assert [batch[other.name] for batch in mixed] == [256, 256, 178, 300], "what is scored stays together"
+        result = await prompt
+        assert result.took_s == pytest.approx(4 * PASS_S)
+        await one.close()
+        third = await target.open(positions=2000, sampling=GREEDY, sample_from=1000)
+        again = await third.append(PassRequest(0, tuple(range(90)) * 11, 1, targets=(5,) * 300))
+        assert (again.tokens, again.scores) == (result.tokens, result.scores)
+        assert batches[-1] == {third.name: 990}
+
+
+@pytest.mark.virtual_time
+async def test_pass_that_is_cancelled_leaves_the_queue() -> None:
+    engine = engine_of()
+    async with target_of(engine) as target:
+        one, other = [await target.open(positions=60, sampling=GREEDY, sample_from=1) for _ in range(2)]
+        tasks = [asyncio.create_task(session.append(PassRequest(0, (1,), 1))) for session in (one, other)]
+        await asyncio.sleep(PASS_S / 5)
+        waiting = asyncio.create_task(one.append(PassRequest(1, (2,), 1)))
+        await asyncio.sleep(PASS_S / 5)
+        waiting.cancel()
+        assert (await tasks[1]).tokens
+        await asyncio.wait([waiting, *tasks])
+        assert engine.length(one.name) == 1
+        await one.close()
 
 
 @pytest.mark.virtual_time
@@ -83,8 +164,9 @@ async def test_a_session_that_is_closed_in_a_pass_releases_its_memory_after_it()
         running = asyncio.create_task(session.append(PassRequest(0, (1,), 1)))
         await asyncio.sleep(PASS_S / 5)
         await asyncio.gather(session.close(), session.close())
-        assert running.done(), "the cache is let go behind it"
-        assert not engine.sessions
+        assert not engine.sessions, "the cache is let go behind the pass"
+        with pytest.raises(ConnectionLost):
+            await running
         with pytest.raises(RuntimeError):
             await session.append(PassRequest(1, (1,), 1))
 
@@ -99,8 +181,9 @@ async def test_a_pass_that_fails_ends_its_session_and_no_other() -> None:
         one, other = [await target.open(positions=60, sampling=GREEDY, sample_from=1) for _ in range(2)]
         with pytest.raises(P2PTrainError, match="no room"):
             await one.append(PassRequest(0, (1, 2, 3), 1))
-        with pytest.raises(ProtocolError, match="are to be kept"):
+        with pytest.raises(ValueError, match="cannot keep 7"):
             await other.append(PassRequest(7, (1,), 1))
+        assert (await other.append(PassRequest(0, (1,), 1))).tokens
         await one.close()
         third = await target.open(positions=60, sampling=GREEDY, sample_from=1)
         assert (await third.append(PassRequest(0, (1,), 1))).tokens
