@@ -16,7 +16,7 @@ FOUND = {
     "digest": (3, "no fork"),
     "norm": (16, "true norm"),
     "stop": (1, "every step"),
-    "redo": (24, "same bits"),
+    "redo": (15, "same bits"),
     "dir-sync": (43, "durable"),
     "ledger": (3, "ledger"),
     "rows": (22, "ledger"),
@@ -24,7 +24,7 @@ FOUND = {
     "result": (0, "result saved"),
     "term": (3, "generations grow"),
     "adopt": (2, "restored keeps"),
-    "turned": (23, "goes on"),
+    "turned": (25, "goes on"),
     "check": (18, "goes on"),
     "hang": (9, "goes on"),
     # With a split model.
