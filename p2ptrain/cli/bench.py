@@ -314,6 +314,66 @@ def generate(
     _measure(plan.report(), lambda bench, report: measure_generate(bench, plan, report), as_json)
 
 
+@app.command()
+def serve(
+    model: Annotated[Path | None, option("--model DIR", "A model; default: random ones of --sizes.")] = None,
+    sizes: Annotated[str, option("--sizes LIST", "Parameters of random models: 22M, 80M.")] = "22M,80M",
+    texts: Annotated[str, option("--texts LIST", "Texts at a time.")] = "1,2,4,8,16",
+    prompt_tokens: Annotated[int, option("--prompt-tokens N", "Tokens of a prompt.", min=1, max=10_000)] = 64,
+    tokens: Annotated[int, option("--tokens -n N", "New tokens per text.", min=8, max=10_000)] = 128,
+    stages: Annotated[str, option("--stages LIST", "Workers that hold the model; 0: it is whole.")] = "0,2,3",
+    rtt: Annotated[
+        float, option("--rtt MS", "Emulated round trip between the peers of a split model.", min=0, max=9999)
+    ] = 20.0,
+    threads: Annotated[
+        int, option("--threads N", "CPU threads, which the stages share; 0: all cores.", min=0, max=1024)
+    ] = 0,
+    rounds: Annotated[int, option("--rounds N", "Measured rounds.", min=1, max=1000)] = 3,
+    arrival: Annotated[
+        int, option("--arrival N", "Tokens of a prompt that arrives while 8 texts are written; 0: none.", min=0)
+    ] = 1000,
+    question: Annotated[
+        int, option("--question N", "Tokens of the first question of a chat with two turns; 0: no chat.", min=0)
+    ] = 512,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure many texts at a time, of a whole and of a split model.
+
+    Peers run as join starts them. Texts are requested over HTTP, some at a time, and compared with those of the model
+    alone. transformers' padded batch and its continuous batching take turns with the whole model. The further rows show
+    the longest gap between two tokens when a long prompt arrives, and the first token of a chat's second answer.
+
+    \b
+    Examples:
+      p2ptrain bench serve
+      p2ptrain bench serve --sizes 22M --stages 0 --texts 1,8 --arrival 0 --question 0
+      p2ptrain bench serve --stages 2,3 --rtt 20 --json > split.json
+      p2ptrain bench serve --model runs/tiny/checkpoints/step-100 --texts 1,4
+    """
+    from p2ptrain.lab.bench.generate import check_models
+    from p2ptrain.lab.bench.runner import whole_numbers_of
+    from p2ptrain.lab.bench.serve import RANDOM_MODELS, ServePlan, measure_serve
+
+    check_models(model, None, 0)
+    chosen = [size.strip() for size in sizes.split(",")]
+    for size in chosen:
+        check_one_of("--sizes", size, list(RANDOM_MODELS))
+    plan = ServePlan(
+        str(model.absolute()) if model else "",
+        chosen,
+        whole_numbers_of(texts, "--texts", 1, 64),
+        prompt_tokens,
+        tokens,
+        whole_numbers_of(stages, "--stages", 0, 15),
+        rtt,
+        threads or os.cpu_count() or 1,
+        rounds,
+        arrival,
+        question,
+    )
+    _measure(plan.report(), lambda bench, report: measure_serve(bench, plan, report), as_json)
+
+
 @app.command(hidden=True)
 def member(rank: int, size: int) -> None:
     """One process of a benchmark: carries out the orders on its standard input."""
@@ -360,7 +420,7 @@ def _check_backend(backend: str, *, plain: bool) -> None:
 
 
 def make_table(report: BenchReport) -> tuple[list[str], list[list[str]]]:
-    """Headings, and a row for each contender of each case."""
+    """Headings, and a row for each contender of each case: its own facts, and in the first row those of the case."""
     heads = [
         "",
         "",
@@ -372,11 +432,13 @@ def make_table(report: BenchReport) -> tuple[list[str], list[list[str]]]:
     ]
     rows = []
     for case in report.cases:
-        found = ((case.facts.get(name), shown) for name, (_, shown) in report.columns.items())
-        facts = ["-" if value is None else shown(value) for value, shown in found]
-        label = case.label
+        label, common, absent = case.label, case.facts, "-"
         for contender in case.contenders.values():
             if contender.seconds:
+                found = {name: (common | contender.facts).get(name) for name in report.columns}
+                facts = [
+                    absent if found[name] is None else shown(found[name]) for name, (_, shown) in report.columns.items()
+                ]
                 spread = human_spread(contender.quantile_s(0.1), contender.quantile_s(0.9))
                 rate = report.rate(case.amount / contender.median_s)
                 row = [
@@ -388,7 +450,7 @@ def make_table(report: BenchReport) -> tuple[list[str], list[list[str]]]:
                     str(len(contender.seconds)),
                 ]
                 rows.append(row + facts)
-                label, facts = "", [""] * len(facts)
+                label, common, absent = "", {}, ""
     return heads, rows
 
 

@@ -14,12 +14,14 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the field's name
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers import ContinuousBatchingConfig as _ContinuousBatchingConfig
 from transformers import GenerationConfig as _GenerationConfig
 
 from p2ptrain.compute.device import (
@@ -41,6 +43,7 @@ from p2ptrain.core.errors import ConfigError, ConnectionLost, JobFailed
 from p2ptrain.core.serving import COLDEST, Sampling
 
 GenerationConfig: Any = _GenerationConfig  # its annotations are partial
+ContinuousBatchingConfig: Any = _ContinuousBatchingConfig
 
 
 class TorchTrainer:
@@ -181,9 +184,9 @@ class AssistedPair:
     """
 
     def __init__(self, verifier: Path, drafter: Path | None, *, threads: int) -> None:
-        self._place = pick_device("cpu", threads)
+        place = pick_device("cpu", threads)
         self.text = ModelText(verifier)
-        self._verifier, self._drafter = self._load(verifier, self.text), None
+        self._verifier, self._drafter = _load(verifier, self.text, place), None
         self.can_assist = False
         if drafter is not None:
             own = ModelText(drafter)
@@ -191,17 +194,8 @@ class AssistedPair:
                 sizes = f"{self.text.tokenizer.vocab_size} and {own.tokenizer.vocab_size} tokens"
                 remedy = "use two models of one family, or train a pair: p2ptrain up --profile pair"
                 raise ConfigError(f"{verifier} and {drafter} have different vocabularies: {sizes}", remedy=remedy)
-            self._drafter = self._load(drafter, own)
+            self._drafter = _load(drafter, own, place)
             self.can_assist = self._verifier.config.vocab_size == self._drafter.config.vocab_size
-
-    def _load(self, directory: Path, text: ModelText) -> Any:
-        config = model_config(ModelSpec(path=directory), text.tokenizer.vocab_size)
-        dtype = choose_dtype(config)
-        what = f"the model in {directory}"
-        check_memory(parameter_count(config) * dtype.itemsize, self._place, what, "choose a smaller one")
-        model: Any = load_model(directory, dtype, config=config)
-        model.generation_config = GenerationConfig()
-        return model.to(self._place.torch_device).eval()
 
     def write(
         self, ids: Sequence[int], max_new_tokens: int, sampling: Sampling, *, assisted: bool = False
@@ -227,3 +221,61 @@ class AssistedPair:
             began = time.perf_counter()
             made = self._verifier.generate(prompt, **how)
             return made[0, len(ids) :].tolist(), time.perf_counter() - began
+
+
+class BatchedModel:
+    """Transformers' ``generate`` of a padded batch on the CPU, and its continuous batching; all texts are greedy.
+
+    Args:
+        directory: of a model.
+        texts, positions: most at a time, and the most positions of one, its prompt included.
+
+    Raises:
+        ConfigError, ResourceError: as ``AssistedPair``.
+    """
+
+    def __init__(self, directory: Path, *, threads: int, texts: int, positions: int) -> None:
+        self._text = ModelText(directory)
+        self._model = _load(directory, self._text, pick_device("cpu", threads))
+        blocks = texts * (1 + -(-positions // 64))  # by default it takes most of the memory that is free
+        self._room = ContinuousBatchingConfig(page_size=64, num_blocks=blocks, max_batch_tokens=texts * positions)
+
+    def prompt(self, seed: int, tokens: int) -> str:
+        """A text of random tokens, about so many."""
+        ids = np.random.default_rng(seed).integers(1, self._text.tokenizer.vocab_size, tokens)
+        return self._text.tokenizer.backend.decode(ids.tolist())
+
+    def write(self, prompts: Sequence[str], max_new_tokens: int, *, continuous: bool) -> float:
+        """Write a text of so many tokens to each prompt, all at once. Returns the seconds that it took. Raises
+        ``JobFailed``: a text is missing."""
+        ids = [self._text.prompt_ids(prompt) for prompt in prompts]
+        settings = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, use_cache=True, pad_token_id=0)
+        began = time.perf_counter()
+        if continuous:
+            made = self._write_continuously(ids, settings)
+        else:
+            longest = max(map(len, ids))
+            padded = torch.tensor([[0] * (longest - len(row)) + row for row in ids])
+            mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids])
+            with torch.inference_mode():
+                made = self._model.generate(padded, attention_mask=mask, generation_config=settings)[:, longest:]
+        seconds = time.perf_counter() - began
+        if [len(row) for row in made] != [max_new_tokens] * len(prompts):
+            raise JobFailed("transformers wrote texts of other lengths")
+        return seconds
+
+    def _write_continuously(self, ids: list[list[int]], settings: Any) -> list[list[int]]:
+        settings.eos_token_id = -1  # it requires one; no token is
+        how = {"continuous_batching_config": self._room, "persistent_manager": True, "warmup": False}
+        found = self._model.generate_batch(ids, settings, **how)
+        return [text.generated_tokens for text in found.values()]
+
+
+def _load(directory: Path, text: ModelText, place: ComputeDevice) -> Any:
+    """The model in the dtype of its configuration, as a served part has it. Raises as ``AssistedPair``."""
+    config = model_config(ModelSpec(path=directory), text.tokenizer.vocab_size)
+    dtype = choose_dtype(config)
+    check_memory(parameter_count(config) * dtype.itemsize, place, f"the model in {directory}", "choose a smaller one")
+    model: Any = load_model(directory, dtype, config=config)
+    model.generation_config = GenerationConfig()
+    return model.to(place.torch_device).eval()

@@ -90,6 +90,19 @@ class Tokenizer:
         return cls(backend)
 
     @classmethod
+    def of_words(cls, count: int) -> Tokenizer:
+        """A vocabulary of ``count`` words: ``w1``, ``w2``, ..., and ``w0`` for any other. Each token of a text is a
+        piece that can be seen, so its time can be measured."""
+        import tokenizers
+        from tokenizers.models import WordLevel
+        from tokenizers.pre_tokenizers import WhitespaceSplit
+
+        vocabulary = {f"w{number}": number for number in range(count)}
+        backend = tokenizers.Tokenizer(WordLevel(vocabulary, unk_token=next(iter(vocabulary))))
+        backend.pre_tokenizer = WhitespaceSplit()
+        return cls(backend)
+
+    @classmethod
     def of_directory(cls, directory: Path) -> Tokenizer:
         """The vocabulary of a model directory. Raises ``ConfigError``."""
         path = file_of(directory, TOKENIZER_FILE)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 
 from configs.loader import load
 from configs.schema import Profile
-from p2ptrain.cli.bench import print_report
+from p2ptrain.cli.bench import make_table, print_report
 from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import JobFailed, ResourceError
 from p2ptrain.lab.bench.generate import GeneratedText, GeneratePlan, _measure_texts
@@ -24,6 +26,7 @@ from p2ptrain.lab.bench.report import (
     human_rate,
 )
 from p2ptrain.lab.bench.runner import Bench
+from p2ptrain.lab.bench.serve import ServeCase, ServePlan
 from p2ptrain.lab.bench.training import (
     COMPILED,
     PLAIN,
@@ -234,20 +237,21 @@ async def test_a_text_that_is_not_the_verifiers_own_counts_for_nothing() -> None
     spoilt: list[int] = []
 
     class FakePeers:
-        def __init__(self, plan: GeneratePlan) -> None:
-            self.plan = plan
+        def __init__(self) -> None:
+            self.counts = {"auto": count(-1), "off": count(-1)}
 
-        async def write(self, number: int, speculate: str) -> GeneratedText:
+        async def write(self, body: dict[str, Any]) -> GeneratedText:
+            number = next(self.counts[body["speculate"]])
             text = text_after(f"TEXT {number}: ".encode(), 8).decode()
-            return GeneratedText(
-                "x" + text[1:] if number in spoilt and speculate == "auto" else text, 8, 0.0, [0.1, 0.8]
-            )
+            is_spoilt = number in spoilt and body["speculate"] == "auto"
+            return GeneratedText("x" + text[1:] if is_spoilt else text, 8, 0.0, [0.1, 0.8])
 
     async def written(plan: GeneratePlan, plain: list[dict[str, Any]]) -> Case:
         contenders = {name: Contender(name) for name in ("alone", "ahead")}
         case = Case("", 1, contenders, {"differ": 0, "round_trip_ms": 0.0, "alpha": 0.8})
         report = BenchReport("generate", "", "tokens", str)
-        await _measure_texts(OpenBench(None), FakePeers(plan), report, case, plain)  # type: ignore[arg-type]
+        peers: Any = FakePeers()
+        await _measure_texts(OpenBench(None), plan, peers, report, case, plain)
         return case
 
     case = await written(a_generation(), [])
@@ -258,6 +262,87 @@ async def test_a_text_that_is_not_the_verifiers_own_counts_for_nothing() -> None
     plain = [{"text": text_after(f"TEXT {number}: ".encode(), 8).decode()} for number in range(2)]
     case = await written(a_generation(verifier="big", drafter="small"), plain)
     assert (case.facts["differ"], case.contenders["ahead"].seconds) == (1, [0.1]), "real ones may part by rounding"
+
+
+# -------------------------------------------------------------------------------------------------------------- serve
+
+
+class FakeServing:
+    """Writes 8 tokens, one in 0.1 s, however many texts there are; a prompt is a number."""
+
+    def __init__(self, spoilt: str) -> None:
+        self.spoilt, self.asked = spoilt, list[dict[str, Any]]()
+
+    async def write(self, body: dict[str, Any], on_piece: Callable[[], None]) -> GeneratedText:
+        self.asked.append(body)
+        prompt = body.get("prompt") or body["messages"][-1]["content"]
+        came_s = [0.3 + 0.1 * number for number in range(body["max_tokens"])]
+        for _ in came_s:
+            on_piece()
+        text = f"after {prompt}" + "!" * (prompt == self.spoilt and len(self.asked) > 4)
+        return GeneratedText(text, len(came_s), 0.0, came_s)
+
+
+class FakeBatches:
+    """Transformers, which writes twice as long as ``FakeServing``."""
+
+    async def all(self, do: str, **order: Any) -> list[dict[str, Any]]:
+        if do == "make_prompt":
+            return [{"prompt": f"{order['seed']}"}]
+        return [{"seconds": 2.0}]
+
+
+async def measured_serving(plan: ServePlan, spoilt: str = "") -> tuple[BenchReport, FakeServing]:
+    report, peers, members = plan.report(), FakeServing(spoilt), FakeBatches()
+    case = ServeCase(OpenBench(None), plan, peers, members)  # type: ignore[arg-type]
+    await case.measure(report, "whole", await case.write_alone(4), rivals=True)
+    return report, peers
+
+
+def a_serving(**changes: Any) -> ServePlan:
+    values: dict[str, Any] = {"model": "", "sizes": ["22M"], "texts": [1, 4], "prompt_tokens": 64, "tokens": 8}
+    values |= {"stages": [0], "round_trip_ms": 0.0, "threads": 1, "rounds": 2, "arrival": 0, "question": 0}
+    return ServePlan(**(values | changes))
+
+
+async def test_texts_at_a_time_are_compared_with_one_and_with_the_padded_batch() -> None:
+    report, _ = await measured_serving(a_serving())
+    (case,) = report.cases
+    four = case.contenders["4"]
+    assert four.seconds == pytest.approx([0.25, 0.25]), "a second for four texts"
+    assert four.facts["times_one"] == pytest.approx(4)
+    assert four.facts["times_padded"] == pytest.approx(2)
+    assert case.contenders["4 padded"].facts["times_one"] == pytest.approx(4)
+    names = ("first_s", "between_s", "longest_s")
+    assert [four.facts[name] for name in names] == pytest.approx([0.3, 0.1, 0.1])
+
+
+async def test_only_texts_of_the_first_round_are_known_before() -> None:
+    _, peers = await measured_serving(a_serving(arrival=100, question=50))
+    asked = [json.dumps(body) for body in peers.asked]
+    assert len(asked) - len(set(asked)) == 1 + 4, "the first round has the texts that were written alone"
+
+
+async def test_a_text_unlike_the_one_alone_is_counted() -> None:
+    report, _ = await measured_serving(a_serving(), spoilt="2")
+    assert [report.cases[0].contenders[name].facts["differ"] for name in ("1", "4")] == [0, 1]
+
+
+async def test_the_second_turn_of_a_chat_continues_the_first() -> None:
+    report, peers = await measured_serving(a_serving(question=50))
+    first, second = [body["messages"] for body in peers.asked if "messages" in body][-2:]
+    assert [message["role"] for message in second] == ["user", "assistant", "user"]
+    assert second[:2] == [*first, {"role": "assistant", "content": f"after {first[0]['content']}"}]
+    assert report.cases[0].contenders["turn 2"].facts["first_s"] == pytest.approx(0.3)
+
+
+async def test_a_row_shows_the_facts_of_its_contender() -> None:
+    report, _ = await measured_serving(a_serving(arrival=100))
+    heads, rows = make_table(report)
+    shown = {row[1]: row[heads.index("× ONE")] for row in rows}
+    of_one = dict.fromkeys(("1 text", "1 padded", "1 continuous"), "1.00×")
+    of_four = dict.fromkeys(("4 texts", "4 padded", "4 continuous"), "4.00×")
+    assert shown == {**of_one, **of_four, "4 and a prompt of 100": ""}
 
 
 # --------------------------------------------------------------------------------------------- what a person touches
@@ -277,6 +362,9 @@ async def test_a_text_that_is_not_the_verifiers_own_counts_for_nothing() -> None
         (("device", "--device", "moon"), "'moon' is not a device"),
         (("device", "--profile", "local"), "local has the strategy 'local'"),
         (("generate", "--draft-model", "/nowhere"), "--draft-model works only with --model"),
+        (("serve", "--sizes", "9M"), "--sizes"),
+        (("serve", "--texts", "0,4"), "is not a list of whole numbers, 1 to 64"),
+        (("serve", "--stages", "1.5"), "is not a list of whole numbers, 0 to 15"),
         (("generate", "--model", "/nowhere"), "holds no model"),
         (("generate", "--alpha", "1.5"), "not a list of numbers, 0 to 1"),
         (("pipeline", "--rtt", "20,far"), "'20,far' is not a list of numbers"),

@@ -13,6 +13,8 @@ import http.client
 import json
 import os
 import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import count, product
@@ -27,6 +29,7 @@ from p2ptrain.lab.bench.report import BenchReport, Case, Contender, times
 from p2ptrain.lab.bench.runner import Answer, Bench
 from roles.timed_model import text_after, write_timed_model
 
+SIZES = {"hidden_size": 512, "layers": 12, "heads": 8, "kv_heads": 8, "intermediate_size": 1360}
 PROMPTS = ("import os", "class Node:", "def read_file(path):", "for key, value in", "raise ValueError(")
 
 
@@ -90,13 +93,15 @@ class GeneratedText:
         return (self.came_s[-1] - self.asked_s) / max(1, self.tokens)
 
 
-def ask(port: int, body: Answer) -> GeneratedText:
-    """Request one text over HTTP. Blocks. Raises ``JobFailed``, ``NetworkError``."""
+def ask(port: int, body: Answer, on_piece: Callable[[], None] = lambda: None) -> GeneratedText:
+    """Request one text over HTTP: the answer to ``messages`` if the body has them, else what follows its ``prompt``.
+    Blocks; calls ``on_piece`` when a piece has come. Raises ``JobFailed``, ``NetworkError``."""
     text = GeneratedText(asked_s=time.perf_counter())
     body = body | {"stream": True, "stream_options": {"include_usage": True}}
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     connection = http.client.HTTPConnection(LOOPBACK, port, timeout=120.0)
     try:
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         answer = connection.getresponse()
         if answer.status != 200:
             raise JobFailed(f"the verifier refused: {answer.read().decode(errors='replace')[:500]}")
@@ -108,9 +113,11 @@ def ask(port: int, body: Answer) -> GeneratedText:
                 raise JobFailed(f"a text failed: {event['error'].get('message')}")
             if usage := event.get("usage"):
                 text.tokens = int(usage["completion_tokens"])
-            if piece := "".join(choice.get("text", "") for choice in event.get("choices", ())):
+            choices = event.get("choices", ())
+            if piece := "".join(each.get("text") or each.get("delta", {}).get("content") or "" for each in choices):
                 text.text += piece
                 text.came_s.append(time.perf_counter())
+                on_piece()
     except (OSError, http.client.HTTPException) as error:
         raise NetworkError(f"a text broke off: {error}") from error
     finally:
@@ -121,42 +128,59 @@ def ask(port: int, body: Answer) -> GeneratedText:
 
 
 class Peers:
-    """The cluster of one case; ``start_peers`` makes it."""
+    """The cluster of one case; ``start_peers`` makes it. ``texts``: most that are requested at a time."""
 
-    def __init__(self, cluster: LocalCluster, plan: GeneratePlan, port: int) -> None:
-        self.cluster, self.plan, self._port = cluster, plan, port
+    def __init__(self, cluster: LocalCluster, port: int, texts: int) -> None:
+        self.cluster, self._port = cluster, port
+        self._threads = ThreadPoolExecutor(texts)
         self.model = ""
 
-    async def write(self, number: int, speculate: str) -> GeneratedText:
-        """Request text ``number``: even ones greedily; with real models odd ones are sampled."""
-        prompt = f"TEXT {number}: " if self.plan.is_timed else PROMPTS[number % len(PROMPTS)]
-        drawn = {"temperature": 0.8, "seed": number} if number % 2 and not self.plan.is_timed else {"temperature": 0}
-        body = {"model": self.model, "prompt": prompt, "max_tokens": self.plan.tokens, **drawn}
-        work = asyncio.to_thread(ask, self._port, body | {"speculate": speculate})
-        return await self.cluster.while_alive(work, needed=[self.cluster.seed, self.cluster.peers["verifier"]])
+    async def write(self, body: Answer, on_piece: Callable[[], None] = lambda: None) -> GeneratedText:
+        """Request a text, see ``ask``. Raises ``P2PTrainError``."""
+        loop = asyncio.get_running_loop()
+
+        async def work() -> GeneratedText:
+            return await loop.run_in_executor(self._threads, ask, self._port, body | {"model": self.model}, on_piece)
+
+        return await self.cluster.while_alive(work(), needed=[self.cluster.seed, self.cluster.peers["verifier"]])
+
+    async def end(self) -> None:
+        """End all processes, and with them all requests."""
+        await self.cluster.end()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 @asynccontextmanager
-async def start_peers(bench: Bench, plan: GeneratePlan, models: dict[str, Path], round_trip_ms: float) -> Any:
-    """Start a verifier and its workers or drafter, and wait until they are connected. Raises ``P2PTrainError``."""
+async def start_peers(
+    bench: Bench, models: dict[str, Path], *, stages: int, threads: int, round_trip_ms: float, texts: int = 1
+) -> AsyncIterator[Peers]:
+    """Start a verifier and its workers or drafter, and wait until they are connected. Raises ``P2PTrainError``.
+
+    Args:
+        models: directories, by role.
+        stages: workers that hold the verifier's model; 0: it holds it itself.
+        threads: for computing, of each process that does.
+        texts: most that the verifier writes at a time.
+    """
     cluster, port = LocalCluster(bench.root / f"cluster-{len(os.listdir(bench.root))}"), free_port()
     link = ["--link", f"{round_trip_ms:g}ms"] * bool(round_trip_ms)
-    peers = Peers(cluster, plan, port)
+    peers = Peers(cluster, port, texts)
     try:
         await cluster.start_seed()
-        await cluster.start_workers(plan.stages, threads=plan.threads, link=f"{round_trip_ms:g}ms" * bool(link))
-        threads = ["--threads", str(plan.threads)]
+        await cluster.start_workers(stages, threads=threads, link=f"{round_trip_ms:g}ms" * bool(link))
+        own_threads = ["--threads", str(threads)]
         if "drafter" in models:
-            options = ("--role", "drafter", "--model", str(models["drafter"]), *threads, *link)
+            options = ("--role", "drafter", "--model", str(models["drafter"]), *own_threads, *link)
             await cluster.start_peer("drafter", 1, *options)
-        if plan.stages:
+        if stages:
             await cluster.wait_until_joined(list(cluster.peers))
         options = ("--role", "verifier", "--model", str(models["verifier"]), "--http", f"{LOOPBACK}:{port}", *link)
-        await cluster.start_peer("verifier", 1, *options, *(["--split", str(plan.stages)] if plan.stages else threads))
+        options += ("--sessions", str(texts)) if texts > 1 else ()
+        await cluster.start_peer("verifier", 1, *options, *(["--split", str(stages)] if stages else own_threads))
         peers.model = (await cluster.wait_until_serving({"verifier", *models.keys() & {"drafter"}}))["verifier"].model
         yield peers
     finally:
-        await cluster.end()
+        await peers.end()
 
 
 async def measure_generate(bench: Bench, plan: GeneratePlan, report: BenchReport) -> None:
@@ -164,7 +188,7 @@ async def measure_generate(bench: Bench, plan: GeneratePlan, report: BenchReport
     if plan.stages and not plan.verifier:
         models["verifier"] = bench.root / "random"
         async with bench.members(1) as members:
-            await members.all("make_model", directory=str(models["verifier"]), seconds=5)
+            await members.all("make_model", directory=str(models["verifier"]), sizes=SIZES, seconds=5)
     rival: dict[str, list[Answer]] = {}
     if not plan.is_timed:
         bench.progress("transformers, in one process")
@@ -178,14 +202,15 @@ async def measure_generate(bench: Bench, plan: GeneratePlan, report: BenchReport
         bench.progress(f"{label}: peers start")
         if plan.is_timed:
             models = await asyncio.to_thread(_write_timed_models, bench.root / "models", plan, alpha)
-        async with start_peers(bench, plan, models, round_trip_ms) as peers:
+        where: dict[str, Any] = {"stages": plan.stages, "threads": plan.threads, "round_trip_ms": round_trip_ms}
+        async with start_peers(bench, models, **where) as peers:
             case = Case(label, 1, {"alone": Contender("alone")}, {"round_trip_ms": round_trip_ms, "differ": 0})
             if plan.drafts:
                 case.facts["alpha"] = alpha
                 case.contenders["ahead"] = Contender("drafted ahead")
             for name, texts in rival.items():
                 case.contenders[name] = Contender(name, [text["token_s"] for text in texts])
-            await _measure_texts(bench, peers, report, case, rival.get("transformers", []))
+            await _measure_texts(bench, plan, peers, report, case, rival.get("transformers", []))
             _conclude(plan, report, case)
 
 
@@ -201,17 +226,26 @@ def _write_timed_models(root: Path, plan: GeneratePlan, alpha: float) -> dict[st
     return models
 
 
-async def _measure_texts(bench: Bench, peers: Peers, report: BenchReport, case: Case, known: list[Answer]) -> None:
+def _body(plan: GeneratePlan, number: int, speculate: str) -> Answer:
+    """The request of text ``number``: even ones are greedy; with real models odd ones are sampled."""
+    prompt = f"TEXT {number}: " if plan.is_timed else PROMPTS[number % len(PROMPTS)]
+    drawn = {"temperature": 0.8, "seed": number} if number % 2 and not plan.is_timed else {"temperature": 0}
+    return {"prompt": prompt, "max_tokens": plan.tokens, "speculate": speculate, **drawn}
+
+
+async def _measure_texts(
+    bench: Bench, plan: GeneratePlan, peers: Peers, report: BenchReport, case: Case, known: list[Answer]
+) -> None:
     """Measure each text alone and drafted, in turn. Raises ``JobFailed`` if a text of a timed model is wrong.
 
     A real model rounds a pass of several rows differently than a step. A text that differs from the ``known`` one is
     counted, but not timed.
     """
-    plan, numbers = peers.plan, {name: count(-1) for name in case.contenders}  # text -1 is of the round to warm up
+    numbers = {name: count(-1) for name in case.contenders}  # text -1 is of the round to warm up
 
     async def sample(name: str) -> list[float]:
         number = next(numbers[name])
-        text = await peers.write(number, "auto" if name == "ahead" else "off")
+        text = await peers.write(_body(plan, number, "auto" if name == "ahead" else "off"))
         if number < 0:
             return []
         own = text_after(f"TEXT {number}: ".encode(), plan.tokens).decode() if plan.is_timed else known[number]["text"]
@@ -244,16 +278,20 @@ def _conclude(plan: GeneratePlan, report: BenchReport, case: Case) -> None:
 # What a member does; only there torch is loaded.
 
 
-def write_random_model(directory: Path) -> None:
-    """Write a random model with Llama's architecture."""
+def write_random_model(directory: Path, sizes: Answer, words: int = 0) -> None:
+    """Write a random model with Llama's architecture.
+
+    Args:
+        sizes: some fields of ``ModelSpec``.
+        words: size of a vocabulary of words, in which each token is a visible piece of text; 0: tokens are bytes.
+    """
     from p2ptrain.compute.model import ModelSpec, build_model
     from p2ptrain.compute.tokenizer import Tokenizer
 
-    spec = ModelSpec(
-        hidden_size=512, layers=12, heads=8, kv_heads=8, intermediate_size=1360, context=4096, tie_embeddings=False
-    )  # fmt: skip
-    build_model(spec, 256, seed=1).save_pretrained(directory)
-    Tokenizer.of_bytes().save(directory)
+    spec = ModelSpec(**sizes, context=4096, tie_embeddings=False)
+    tokenizer = Tokenizer.of_words(words) if words else Tokenizer.of_bytes()
+    build_model(spec, tokenizer.vocab_size, seed=1).save_pretrained(directory)
+    tokenizer.save(directory)
 
 
 def write_by_transformers(verifier: str, drafter: str, texts: int, tokens: int, threads: int) -> Answer:

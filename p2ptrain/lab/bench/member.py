@@ -40,6 +40,7 @@ from wire.transport import TcpNetwork
 
 if TYPE_CHECKING:
     from p2ptrain.compute.gloo import GlooGroup
+    from p2ptrain.compute.rivals import BatchedModel
     from p2ptrain.lab.bench.training import TrainingMember
 
 TILE_NUMEL = 262_147  # a prime, so that the repeated pattern differs on every chunk and sub-chunk
@@ -89,6 +90,7 @@ class BenchMember:
         self._piece_bytes = 0
         self._training: TrainingMember | None = None
         self._stage: StageRunner | None = None
+        self._batched: BatchedModel | None = None
 
     @property
     def session(self) -> RingSession:
@@ -282,16 +284,33 @@ class BenchMember:
         spent = await self._stage.run(schedule, forward, backward, patience_s=120.0)
         return {"seconds": spent.step_s}
 
-    async def make_model(self, *, directory: str) -> Answer:
+    async def make_model(self, *, directory: str, **how: Any) -> Answer:
+        """``how``: arguments of ``write_random_model``."""
         from p2ptrain.lab.bench.generate import write_random_model
 
-        await asyncio.to_thread(write_random_model, Path(directory))
+        await asyncio.to_thread(write_random_model, Path(directory), **how)
         return {}
 
     async def run_transformers(self, **options: Any) -> Answer:
         from p2ptrain.lab.bench.generate import write_by_transformers
 
         return await asyncio.to_thread(write_by_transformers, **options)
+
+    async def open_batches(self, *, model: str, **how: int) -> Answer:
+        """Load a model for ``write_batch``. ``how``: arguments of ``BatchedModel``."""
+        from p2ptrain.compute.gloo import TORCH_VERSION
+        from p2ptrain.compute.rivals import BatchedModel
+
+        self._batched = await asyncio.to_thread(BatchedModel, Path(model), **how)
+        return {"torch": TORCH_VERSION}
+
+    async def make_prompt(self, *, seed: int, tokens: int) -> Answer:
+        assert self._batched is not None
+        return {"prompt": self._batched.prompt(seed, tokens)}
+
+    async def write_batch(self, *, prompts: list[str], tokens: int, continuous: bool) -> Answer:
+        assert self._batched is not None
+        return {"seconds": await asyncio.to_thread(self._batched.write, prompts, tokens, continuous=continuous)}
 
 
 def _tile(rank: int, dtype: str, storage: np.dtype[Any]) -> npt.NDArray[Any]:

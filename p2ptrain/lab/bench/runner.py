@@ -184,6 +184,14 @@ def numbers_of(text: str, option: str, most: float) -> list[float]:
     return sorted({float(part) for part in parts})
 
 
+def whole_numbers_of(text: str, option: str, least: int, most: int) -> list[int]:
+    """As ``numbers_of``, for whole numbers from ``least`` to ``most``."""
+    numbers = [int(number) if number.is_integer() else -1 for number in numbers_of(text, option, most)]
+    if numbers[0] < least or -1 in numbers:
+        raise UserError(f"{option} {text!r} is not a list of whole numbers, {least} to {most}")
+    return numbers
+
+
 def check_fits(what: str, need_bytes: int) -> None:
     """Raises ``ResourceError`` if so much memory is not free."""
     available_bytes = free_memory_bytes("cpu")
