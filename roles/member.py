@@ -10,7 +10,7 @@ seed is away; the link reconnects as a worker's does.
     async def program(member: ServingMember) -> None:
         model = await load()                               # meanwhile callers are refused as "busy"
         member.answer("draft", serve_drafts)
-        member.serves(lambda: Serving(...))                # from now on the seed tells verifiers about it
+        member.serves(lambda: [Serving(...)])              # from now on the seed tells verifiers about it
         ...                                                # until cancelled
 """
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -358,8 +358,8 @@ class ServingMember(MemberProcess):
         self.drafters: tuple[DrafterAddress, ...] = ()
         self._program = program
         self._doors: dict[str, tuple[Serve, Judge]] = {}
-        self._serving: Callable[[], Serving] | None = None
-        self._announced: Serving | None = None
+        self._serving: Callable[[], Sequence[Serving]] = tuple
+        self._announced: dict[str, Serving] = {}  # by model
         self._on_drafters: Callable[[tuple[DrafterAddress, ...]], None] = lambda drafters: None
         self._changed = asyncio.Event()
         self._welcomed = asyncio.Event()
@@ -377,14 +377,14 @@ class ServingMember(MemberProcess):
             raise ValueError(f"a {self.role} is not dialled for {purpose!r}")
         self._doors[purpose] = (serve, judge)
 
-    def serves(self, serving: Callable[[], Serving]) -> None:
-        """Report ``serving()`` to the seed from now on: after ``changed``, and every second if it is different. Model,
-        vocabulary and tokenizer must stay the same. ``serving`` must not block."""
+    def serves(self, serving: Callable[[], Sequence[Serving]]) -> None:
+        """Report each model of ``serving()`` to the seed from now on: after ``changed``, and every second if it is
+        different. Models, vocabularies and tokenizers must stay the same. ``serving`` must not block."""
         self._serving = serving
         self.changed()
 
     def changed(self) -> None:
-        """Have a changed ``Serving`` record reported to the seed within ``REPORT_INTERVAL_S``."""
+        """Have changed ``Serving`` records reported to the seed within ``REPORT_INTERVAL_S``."""
         self._changed.set()
 
     def on_drafters(self, callback: Callable[[tuple[DrafterAddress, ...]], None]) -> None:
@@ -410,14 +410,13 @@ class ServingMember(MemberProcess):
             reporting.cancel()
 
     def _continuing_work(self) -> str:
-        return "sessions go on" if self._serving is not None else ""
+        return "sessions go on" if self._serving() else ""
 
     def _make_heartbeat(self) -> Heartbeat:
         state, stats = "building", self._machine_stats()
-        if self._serving is not None:
-            serving = self._serving()
-            state = "serving" if serving.sessions else "idle"
-            stats["tokens_per_s"] = serving.stats.get("tokens_per_s", 0.0)
+        if serving := self._serving():
+            state = "serving" if any(model.sessions for model in serving) else "idle"
+            stats["tokens_per_s"] = sum(model.stats.get("tokens_per_s", 0.0) for model in serving)
         return Heartbeat(0, 0, 0, "leaving" if self._leaving else state, stats)
 
     async def _report_serving(self) -> None:
@@ -426,13 +425,14 @@ class ServingMember(MemberProcess):
                 async with asyncio.timeout(REPORT_S):
                     await self._changed.wait()
             self._changed.clear()
-            if self._serving is not None and self._link.up and (serving := self._serving()) != self._announced:
-                self._link.send(serving)
-                self._announced = serving
+            for serving in self._serving() if self._link.up else ():
+                if serving != self._announced.get(serving.model):
+                    self._link.send(serving)
+                    self._announced[serving.model] = serving
             await asyncio.sleep(REPORT_INTERVAL_S)  # collect further changes
 
     def _on_welcome(self, welcome: Welcome) -> None:
-        self._announced = None
+        self._announced.clear()
         self.changed()
         self._welcomed.set()
 

@@ -40,7 +40,7 @@ class ShownDrafter:
 
 @dataclass(frozen=True, slots=True)
 class Verifier:
-    """A verifier and its drafters, the highest share of right drafts first."""
+    """A model of a verifier and its drafters, the highest share of right drafts first."""
 
     info: ServingInfo
     drafters: tuple[ShownDrafter, ...]
@@ -71,23 +71,23 @@ class Verifier:
 
 
 def verifiers_of(serving: Mapping[str, ServingInfo]) -> list[Verifier]:
-    """All verifiers: active ones first, then by name."""
+    """All models of verifiers: active ones first, then by the verifier's name."""
     found = [Verifier(info, _drafters(info, serving)) for info in serving.values() if info.role == "verifier"]
     return sorted(found, key=lambda verifier: (verifier.idle, verifier.info.name, verifier.info.id))
 
 
 def unused_drafters(serving: Mapping[str, ServingInfo]) -> list[ServingInfo]:
     used = {peer for info in serving.values() for peer in info.drafters}
-    found = [info for info in serving.values() if info.role == "drafter" and info.id not in used]
+    found = [info for info in serving.values() if info.role == "drafter" and info.peer not in used]
     return sorted(found, key=lambda info: (info.name, info.id))
 
 
 def _drafters(info: ServingInfo, serving: Mapping[str, ServingInfo]) -> tuple[ShownDrafter, ...]:
-    found = []
+    found, served = [], {other.peer: other for other in serving.values()}
     for at, peer in enumerate(info.drafters):
         figures = (info.drafter_alpha, info.drafter_latency_ms, info.drafter_share)
         alpha, latency_ms, share = (values[at] if at < len(values) and values[at] >= 0 else None for values in figures)
-        known = serving.get(peer)
+        known = served.get(peer)
         name, model, pace = (known.name, known.model, known.stats.get("tokens_per_s")) if known else (peer, "", None)
         found.append(ShownDrafter(peer, name, model, alpha, latency_ms, share, pace))
     return tuple(sorted(found, key=lambda drafter: (-(drafter.share or 0.0), drafter.name, drafter.peer)))
@@ -110,7 +110,7 @@ def draw_verifier(
 
 
 def _title(verifier: Verifier, look_of: Callable[[str], Look], width: int) -> Row:
-    info, look = verifier.info, look_of(verifier.info.id)
+    info, look = verifier.info, look_of(verifier.info.peer)
     row = [Span(f"{look.symbol} ", look.role), Span(f"{fit(info.name, 24)}  ", "strong"), Span(fit(info.model, 40))]
     written = verifier.figure("tokens") or 0.0
     parts = ["idle" if verifier.idle else fmt.plural(info.sessions, "text")]

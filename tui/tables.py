@@ -223,7 +223,7 @@ class PeersPanel(TablePanel):
         parts += [_gpu(gpu) for gpu in peer.gpus]
         parts += [f"×{peer.share}"] if peer.share else []
         if peer.model:
-            serving = frame.store.serving.get(key)
+            serving = [info for info in frame.store.serving.values() if info.peer == key]
             parts = [f"{', '.join(peer.roles)} of {peer.model}", *_serving_words(peer, serving), *parts[:2]]
         return [[Span(f"{peer.name}  ", "strong"), Span(" · ".join([*parts, peer.address]), "dim")]]
 
@@ -235,15 +235,15 @@ def _gpu(gpu: GpuInfo) -> str:
     return f"GPU {gpu.index} {fmt.percent(gpu.load)}, {memory}{heat}{power}"
 
 
-def _serving_words(peer: PeerInfo, serving: ServingInfo | None) -> list[str]:
+def _serving_words(peer: PeerInfo, serving: list[ServingInfo]) -> list[str]:
     parts = [fmt.plural(peer.sessions, "session")]
-    if serving is None:
+    if len(serving) != 1:  # the serving view has the figures of each model
         return parts
-    alpha, speed_up = serving.stats.get("alpha"), serving.stats.get("speed_up")
+    alpha, speed_up = (serving[0].stats.get(name) for name in ("alpha", "speed_up"))
     parts += [f"{fmt.percent(alpha)} right"] if alpha is not None else []
     parts += [f"{speed_up:.2f}× alone"] if speed_up is not None else []
-    if serving.role == "verifier":
-        parts.append(fmt.plural(len(serving.drafters), "drafter"))
+    if serving[0].role == "verifier":
+        parts.append(fmt.plural(len(serving[0].drafters), "drafter"))
     return parts
 
 

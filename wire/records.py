@@ -53,7 +53,7 @@ class PeerInfo(Record):
         stage, stages: index of the part of a split model that it holds, and number of parts; None and 1 without one.
         next_ms, next_bps: last measured one-way latency and bandwidth to its right neighbour.
         fetched_bytes: what it fetched outside the ring (``Report``); 0 for nothing.
-        model, sessions: of a verifier or a drafter: the model that it serves, and the number of open sessions.
+        model, sessions: of a verifier or a drafter: the models that it serves, and the number of open sessions.
         accepted, refused: with strategy 'server': gradients of this worker that became part of a version, and others.
         staleness, most_staleness: of those accepted: the mean and the maximum, in versions.
         group: of a process in a process group of torch: the group's script and id.
@@ -282,14 +282,16 @@ class PartInfo(HeldPart, Record, kw_only=True):
 
 
 class ServingInfo(ServingFacts, Record, kw_only=True):
-    """What a verifier or a drafter serves. ``id`` is the peer's.
+    """One model that a verifier or a drafter serves. ``id``: the peer's id, a slash and the model's name.
 
     Attributes:
+        peer, name: id and name of the verifier or drafter.
         role: ``verifier`` or ``drafter``.
         host, port: its address as the seed sees it; a loopback address means the seed's machine.
     """
 
     id: str
+    peer: str
     name: str
     role: str
     host: str

@@ -51,12 +51,15 @@ MOST_BYTES = 4 << 20
 """Largest question: a prompt of a million tokens."""
 MOST_TURNS = 1024
 MOST_STOPS, STOP_CHARS = 16, 1024
+MOST_MODELS, MODEL_CHARS = 16, 255
+"""Most models of one verifier, and letters of a model's name."""
 
 
 class TextQuestion(Message, kind=69):
     """Client to verifier: continue the prompt in the bulk frame that follows.
 
     Attributes:
+        model: name of the verifier's model that continues it.
         sizes, roles: bytes of each text in that frame, and its speaker's role; without roles it is one prompt.
         max_new_tokens: 0: as many as the model's context has room for.
         temperature, top_k, top_p: None: the model's default.
@@ -64,6 +67,7 @@ class TextQuestion(Message, kind=69):
         speculate: whether drafters may help.
     """
 
+    model: Annotated[str, Bound(1, MODEL_CHARS)]
     sizes: Annotated[list[Annotated[int, Bound(0, MOST_BYTES)]], Bound(1, MOST_TURNS)]
     roles: Annotated[list[str], Bound(0, MOST_TURNS)]
     max_new_tokens: Annotated[int, Bound(0, (1 << 31) - 1)]
@@ -199,10 +203,10 @@ class DrafterList(Message, kind=67):
 
 
 class ServingFacts(Declared):
-    """What a verifier or a drafter serves.
+    """One model that a verifier or a drafter serves.
 
     Attributes:
-        model, tokenizer: the model's name, for display, and a digest of its tokenizer.
+        model, tokenizer: the model's name, and a digest of its tokenizer.
         context: most positions; 0 if unknown.
         http: address of the HTTP endpoint; empty without one.
         sessions: number of open sessions.
@@ -213,7 +217,7 @@ class ServingFacts(Declared):
         weights: tells models of the same name apart (``TensorTable.fingerprint``).
     """
 
-    model: str
+    model: Annotated[str, Bound(1, MODEL_CHARS)]
     vocab_size: Annotated[int, Bound(0, 1 << 31)] = 0
     context: Count = 0
     tokenizer: ContentIdOrNone = ""
@@ -233,4 +237,5 @@ class ServingFacts(Declared):
 
 
 class Serving(ServingFacts, Message, kind=68):
-    """Verifier or drafter to seed: what it serves; sent when that changes, and once a second while it works."""
+    """Verifier or drafter to seed: one model that it serves; sent when that changes, and once a second while it
+    works."""

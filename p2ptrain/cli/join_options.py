@@ -47,11 +47,11 @@ class JoinOptions:
     role: str = option_field(
         "--role ROLE", "worker: trains, and holds parts; verifier: writes text; drafter: drafts it.", "worker"
     )
-    model: str = option_field(
+    models: list[str] = option_field(
         "--model DIR",
-        "For a verifier or drafter: a checkpoint or adapter, or a directory with some.",
-        "",
-        callback=is_text,
+        "For a verifier or drafter: a checkpoint or adapter, or a directory with some. A verifier may have several.",
+        [],
+        callback=lambda models: [is_text(model) for model in models],
     )
     download: DownloadOption = False
     name: NameOption = ""
@@ -128,9 +128,9 @@ class JoinOptions:
         return host_and_port("--http", self.http, HTTP_EXAMPLE)
 
     @property
-    def model_directory(self) -> Path:
-        """Directory of the checkpoint that a verifier or a drafter serves."""
-        return Path(self.model)
+    def model_directories(self) -> list[Path]:
+        """Directories of the checkpoints that a verifier or a drafter serves."""
+        return [Path(model) for model in self.models]
 
     def resolve(self) -> JoinOptions:
         """The options with the directory of the model, after all checks. Raises ``UserError``."""
@@ -146,7 +146,7 @@ class JoinOptions:
         if 0 < self.memory_bytes < LEAST_MEMORY_BYTES:
             raise UserError(f"--memory {self.memory} is too small", remedy="add a unit, such as 4GiB")
         _ = self.advertised, self.http_place  # refused here, not when they are used
-        of_both = {"--model": bool(self.model), "--sessions": bool(self.sessions), "--dtype": bool(self.dtype)}
+        of_both = {"--model": bool(self.models), "--sessions": bool(self.sessions), "--dtype": bool(self.dtype)}
         of_verifiers = {"--split": self.split is not None, "--http": bool(self.http)}
         of_verifiers["--api-key-file"] = self.api_keys is not None
         forbidden = of_verifiers if role == "drafter" else of_both | of_verifiers if role == "worker" else {}
@@ -166,6 +166,9 @@ class JoinOptions:
             from roles.http.access import read_key
 
             read_key(self.api_keys, lambda _: None)  # fail early; a warning about its mode comes later
-        if not self.model:
+        if not self.models:
             raise UserError(f"a {role} needs a model", remedy="name its directory with --model")
-        return replace(self, model=str(newest_in(self.model_directory, download=self.download)))
+        if role == "drafter" and len(self.models) > 1:
+            raise UserError("a drafter has one model", remedy="leave the others out, or start a drafter for each")
+        found = [newest_in(directory, download=self.download) for directory in self.model_directories]
+        return replace(self, models=[str(directory) for directory in found])

@@ -13,6 +13,8 @@ from p2ptrain.core.texts import human_bytes, layers_text, printable
 from wire.address import how_to_join
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tui.chains import Gap, ShownChain
     from wire.records import PartInfo, PeerInfo, ServingInfo
 
@@ -23,8 +25,8 @@ app = new_typer(help="Show peers and what each one does; evict a peer.")
 def list_peers(seed: SeedOption = "", as_json: JsonOption = False) -> None:
     """Show the peers, and what each one does.
 
-    If models are served: MODEL is the model's name, SESSIONS the number of texts under way, ACCEPTED how often a
-    drafted token is right.
+    If models are served: MODEL has the names of a peer's models, SESSIONS the number of texts under way, ACCEPTED how
+    often a drafted token is right.
 
     \b
     Examples:
@@ -33,9 +35,9 @@ def list_peers(seed: SeedOption = "", as_json: JsonOption = False) -> None:
     """
     found = ask(seed, lambda client: client.peers())
     serve = any(peer.model for peer in found)
-    serving = {info.id: info for info in ask(seed, lambda client: client.serving())} if serve else {}
+    serving = ask(seed, lambda client: client.serving()) if serve else []
     if as_json:
-        serving_maps = {"serving": [info.to_map() for info in serving.values()]} if serve else {}
+        serving_maps = {"serving": [info.to_map() for info in serving]} if serve else {}
         print_json({"peers": [peer.to_map() for peer in found]} | serving_maps)
         return
     print_peers(found, serving)
@@ -44,7 +46,7 @@ def list_peers(seed: SeedOption = "", as_json: JsonOption = False) -> None:
         typer.echo(f"No peers yet. On a machine that is to train: {how_to_join(where)}", err=True)
 
 
-def print_peers(found: list[PeerInfo], serving: dict[str, ServingInfo] | None = None) -> None:
+def print_peers(found: list[PeerInfo], serving: Sequence[ServingInfo] = ()) -> None:
     pushes = any(peer.accepted or peer.refused for peer in found)
     rows = [
         (
@@ -59,7 +61,7 @@ def print_peers(found: list[PeerInfo], serving: dict[str, ServingInfo] | None = 
             number(peer.rtt_ms, ".1f"),
             f"{peer.tokens_per_s:,.0f}",
             f"{human_bytes(peer.memory_bytes)} / {human_bytes(peer.memory_total_bytes)}",
-            *(_serving_cells(peer, serving.get(peer.id)) if serving else ()),
+            *(_serving_cells(peer, [info for info in serving if info.peer == peer.id]) if serving else ()),
             *((str(peer.accepted), str(peer.refused), _describe_staleness(peer)) if pushes else ()),
             peer.address,
         )
@@ -104,9 +106,10 @@ def evict(
     )
 
 
-def _serving_cells(peer: PeerInfo, serving: ServingInfo | None) -> tuple[str, str, str]:
-    alpha = serving.stats.get("alpha") if serving is not None else None
-    return peer.model or "-", str(peer.sessions) if peer.model else "-", "-" if alpha is None else f"{alpha:.0%}"
+def _serving_cells(peer: PeerInfo, serving: list[ServingInfo]) -> tuple[str, str, str]:
+    alphas = [info.stats.get("alpha") for info in serving] or [None]
+    accepted = ", ".join("-" if alpha is None else f"{alpha:.0%}" for alpha in alphas)
+    return peer.model or "-", str(peer.sessions) if peer.model else "-", accepted
 
 
 # ---------------------------------------------------------------------------------------------------------------- parts

@@ -1,15 +1,16 @@
 """What ``p2ptrain join --role verifier`` and ``--role drafter`` run.
 
-A verifier loads its model, whole or split over workers, and connects the parts of ``roles.verifier``: the service, its
-answers to clients, the links to drafters and, if requested, HTTP. A drafter loads a small model whole, and drafts for
-the verifiers that dial it (``roles.drafter``).
+A verifier loads its models, whole or split over workers, and connects the parts of ``roles.verifier``: for each model
+the service and the links to drafters, the answers to clients and, if requested, HTTP. A drafter loads a small model
+whole, and drafts for the verifiers that dial it (``roles.drafter``).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -26,10 +27,11 @@ from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.adapters import file_of, fingerprint, model_name, weights_of
 from p2ptrain.core.errors import ConfigError, NetworkError, ResourceError, UserError
 from p2ptrain.core.tensor_files import TensorTable
-from p2ptrain.core.texts import human_bytes
+from p2ptrain.core.texts import human_bytes, printable
 from roles.background import Background
 from roles.compute_thread import ComputeThread
 from roles.drafter.draft_server import MAX_SESSIONS, DraftServer
+from roles.engine import StageEngine
 from roles.member import ServingMember
 from roles.serving.chain import LOOK_S, PoolUpdater
 from roles.serving.local_model import LocalModel, load_local_engine
@@ -41,7 +43,7 @@ from roles.verifier.drafters import Drafters, Vocabulary
 from roles.verifier.server import serve_texts
 from roles.verifier.service import VerifierService
 from wire.address import format_address
-from wire.text_messages import Serving
+from wire.text_messages import MODEL_CHARS, MOST_MODELS, DrafterAddress, Serving
 
 USUAL_SESSIONS = 4
 LEAVE_S = 0.8
@@ -58,9 +60,16 @@ async def check(options: JoinOptions) -> None:
         from roles.verifier.http_app import check_place
 
         await check_place(*options.http_place, options.api_keys)
-    cache_bytes(options.memory_bytes, options.model_directory, options.dtype)
+    names = [_name_of(directory) for directory in options.model_directories]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        text = f"two models are called {twice}, but clients choose a model by its name"
+        raise UserError(text, remedy="give them directories of different names, or leave one out")
+    if len(names) > MOST_MODELS:
+        raise UserError(f"a verifier has at most {MOST_MODELS} models", remedy="start another verifier for the others")
+    cache_bytes(options.memory_bytes, options.model_directories, options.dtype)
     if options.split is not None:
-        config_text(options.model_directory, options.split)
+        for directory in options.model_directories:
+            config_text(directory, options.split)
 
 
 async def join_to_serve(options: JoinOptions) -> None:
@@ -89,12 +98,41 @@ async def serve(member: ServingMember, options: JoinOptions, console: Console) -
 # ---------------------------------------------------------------------------------------------------------- verifier
 
 
+@dataclass(frozen=True, slots=True)
+class _VerifierModel:
+    """One model of a verifier. ``tokenizer``, ``weights``: digests."""
+
+    service: VerifierService
+    model: ServedModel
+    drafters: Drafters
+    tokenizer: str
+    weights: str
+
+    def describe(self, http: str) -> Serving:
+        service, drafters = self.service, self.service.drafters()
+        return Serving(
+            model=service.model,
+            vocab_size=self.model.vocab_size,
+            context=service.context or 0,
+            tokenizer=self.tokenizer,
+            http=http,
+            sessions=service.sessions,
+            stats=service.figures(),
+            drafters=[link.at.peer_id for link, _ in drafters],
+            drafter_alpha=[link.model.alpha if link.model.known else -1.0 for link, _ in drafters],
+            drafter_latency_ms=[round(1e3 * link.model.latency_s, 1) for link, _ in drafters],
+            drafter_share=[-1.0 if share is None else share for _, share in drafters],
+            weights=self.weights,
+        )
+
+
 async def _verify(member: ServingMember, options: JoinOptions, console: Console) -> None:
-    directory, sessions = options.model_directory, options.sessions or USUAL_SESSIONS
+    directories, sessions = options.model_directories, options.sessions or USUAL_SESSIONS
+    whole = options.split is None
     async with AsyncExitStack() as stack:
         compute = ComputeThread(member.world.threads)
         stack.callback(compute.close)
-        text, form, weights = await compute.run(_load_text, directory, options.threads, whole=options.split is None)
+        texts = [await compute.run(_load_text, directory, options.threads, whole=whole) for directory in directories]
 
         context = ClientContext(
             world=member.world,
@@ -105,39 +143,63 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
             notify=member.notify,
             role="verifier",
         )
-        if options.split is None:
+        models: list[ServedModel]
+        if whole:
             most = 2 * sessions + 1  # running ones, and ones kept for the next question
-            opened: AbstractAsyncContextManager[ServedModel] = _local_model(member, options, compute, most, console)
+            opened = _local_models(member, options, compute, most, console)
+            models = [*await stack.enter_async_context(opened)]
         else:
-            opened = split_model(member, context, options, text, sessions, console)
-        model = await stack.enter_async_context(opened)
-        digest = text.tokenizer.digest
-        drafters = Drafters(context, Vocabulary(model.vocab_size, digest))
-        stack.push_async_callback(drafters.close)
-        service = VerifierService(
-            member.world,
-            model,
-            text,
-            form=form,
-            name=model_name(directory),
-            created=int(file_of(directory, "config.json").stat().st_mtime),
-            drafters=drafters,
-            sessions=sessions,
-            positions=0 if options.split is None else TYPICAL_POSITIONS,
-            on_change=member.changed,
-        )
-        stack.push_async_callback(lambda: within(LEAVE_S, service.close()))
-        await service.warm_up()
-        http = await _http(stack, member, options, service)
-        member.on_drafters(drafters.update_list)
-        member.answer("generate", partial(serve_texts, service))
-        member.serves(partial(_describe_serving, service, model, digest, weights, http))
-        known = "" if service.context is None else f", {service.context} tokens of context"
-        news = f"{service.model} writes text in {model.dtype}{known}"
-        member.notify("info", "serving", news + (f"; HTTP at {http}" if http else ""))
-        if unused := text.unused_settings():
-            member.notify("warning", "unused-settings", unused)
+            models = [
+                await stack.enter_async_context(
+                    split_model(member, context, options, directory, text, sessions, console)
+                )
+                for directory, (text, _, _) in zip(directories, texts, strict=True)
+            ]
+        served = list[_VerifierModel]()
+        for directory, model, (text, form, weights) in zip(directories, models, texts, strict=True):
+            drafters = Drafters(context, Vocabulary(model.vocab_size, text.tokenizer.digest))
+            stack.push_async_callback(drafters.close)
+            service = VerifierService(
+                member.world,
+                model,
+                text,
+                form=form,
+                name=_name_of(directory),
+                created=int(file_of(directory, "config.json").stat().st_mtime),
+                drafters=drafters,
+                sessions=sessions,
+                positions=0 if whole else TYPICAL_POSITIONS,
+                on_change=member.changed,
+            )
+            stack.push_async_callback(partial(_leave, service))
+            await service.warm_up()
+            served.append(_VerifierModel(service, model, drafters, text.tokenizer.digest, weights))
+        services = [each.service for each in served]
+        http = await _http(stack, member, options, services)
+
+        def update_drafters(listed: Sequence[DrafterAddress]) -> None:
+            for each in served:
+                each.drafters.update_list(listed)
+
+        member.on_drafters(update_drafters)
+        member.answer("generate", partial(serve_texts, services))
+        member.serves(lambda: [each.describe(http) for each in served])
+        for each, (text, _, _) in zip(served, texts, strict=True):
+            known = "" if each.service.context is None else f", {each.service.context} tokens of context"
+            news = f"{each.service.model} writes text in {each.model.dtype}{known}"
+            member.notify("info", "serving", news + (f"; HTTP at {http}" if http else ""))
+            if unused := text.unused_settings():
+                member.notify("warning", "unused-settings", unused)
         await asyncio.Event().wait()  # until the member leaves
+
+
+async def _leave(service: VerifierService) -> None:
+    await within(LEAVE_S, service.close())
+
+
+def _name_of(directory: Path) -> str:
+    """The name by which clients choose the model in a directory."""
+    return printable(model_name(directory), MODEL_CHARS)
 
 
 def _load_text(directory: Path, threads: int, *, whole: bool) -> tuple[ModelText, ChatFormat, str]:
@@ -162,27 +224,29 @@ def _prepare_torch(directory: Path, threads: int) -> None:
 
 
 @asynccontextmanager
-async def _local_model(
+async def _local_models(
     member: ServingMember, options: JoinOptions, compute: ComputeThread, most_sessions: int, console: Console
-) -> AsyncIterator[LocalModel]:
-    directory, device = options.model_directory, options.device or "auto"
+) -> AsyncIterator[list[LocalModel]]:
+    directories, engines = options.model_directories, list[tuple[StageEngine, int | None]]()
     try:
-        engine, context = await load_local_engine(
-            directory, compute, device=device, dtype=options.dtype, on_bytes=console.loading
-        )
+        for directory in directories:
+            how = {"device": options.device or "auto", "dtype": options.dtype}
+            engines.append(await load_local_engine(directory, compute, on_bytes=console.loading, **how))
     finally:
         console.clear()
-    left_bytes = cache_bytes(options.memory_bytes, directory, engine.encoding, engine.weights_bytes)
-    limits = {"max_sessions": most_sessions, "cache_bytes": left_bytes}
-    model = LocalModel(engine, compute, member.world.clock, context=context, **limits)
+    weights_bytes = sum(engine.weights_bytes for engine, _ in engines)
+    left_bytes = cache_bytes(options.memory_bytes, directories, engines[0][0].encoding, weights_bytes)
+    limits = {"max_sessions": most_sessions, "cache_bytes": left_bytes // len(engines)}
+    models = [LocalModel(engine, compute, member.world.clock, context=context, **limits) for engine, context in engines]
     try:
-        yield model
+        yield models
     finally:
-        await within(LEAVE_S, model.close())
+        await within(LEAVE_S, asyncio.gather(*(model.close() for model in models)))
 
 
-def cache_bytes(memory_bytes: int, directory: Path, dtype: str = "", weights_bytes: int = 0) -> int:
-    """What ``--memory`` leaves for caches beside the weights; 0: no limit was given. Raises ``ResourceError``.
+def cache_bytes(memory_bytes: int, directories: Sequence[Path], dtype: str = "", weights_bytes: int = 0) -> int:
+    """What ``--memory`` leaves for caches beside the weights of all models; 0: no limit was given. Raises
+    ``ResourceError``.
 
     Args:
         dtype: type of the weights in memory; empty: their type in the files.
@@ -193,13 +257,15 @@ def cache_bytes(memory_bytes: int, directory: Path, dtype: str = "", weights_byt
 
     weights_bytes = weights_bytes or sum(
         (4 if dtype == "fp32" else 2) * prod(entry.shape) if dtype else entry.size_bytes
+        for directory in directories
         for name, entry in TensorTable(weights_of(directory)).entries.items()
         if not name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))  # buffers in old files
     )
     if weights_bytes >= memory_bytes:
-        has = f"has {human_bytes(weights_bytes)}" + f" in {dtype}" * bool(dtype)
+        what = f"the model in {directories[0]} has" if len(directories) == 1 else "the models together have"
         raise ResourceError(
-            f"the model in {directory} {has}, but --memory is {human_bytes(memory_bytes)}",
+            f"{what} {human_bytes(weights_bytes)}{f' in {dtype}' * bool(dtype)}, but --memory is "
+            f"{human_bytes(memory_bytes)}",
             remedy="raise --memory, choose a smaller model, or split a verifier's over workers: --split",
         )
     return memory_bytes - weights_bytes
@@ -210,6 +276,7 @@ async def split_model(
     member: ServingMember,
     context: ClientContext,
     options: JoinOptions,
+    directory: Path,
     text: ModelText,
     sessions: int,
     console: Console,
@@ -235,9 +302,7 @@ async def split_model(
             try:
                 if not workers:
                     raise UserError("no worker has joined to hold a part of the model", remedy=_START_WORKERS)
-                planned = plan_on_workers(
-                    context, workers, stages, options.model_directory, text, lambda _: positions, console
-                )
+                planned = plan_on_workers(context, workers, stages, directory, text, lambda _: positions, console)
                 chain = await (await stack.enter_async_context(planned)).load()
             except (NetworkError, ResourceError, UserError) as problem:
                 if isinstance(problem, ConfigError):
@@ -265,7 +330,9 @@ async def split_model(
                 break
 
 
-async def _http(stack: AsyncExitStack, member: ServingMember, options: JoinOptions, service: VerifierService) -> str:
+async def _http(
+    stack: AsyncExitStack, member: ServingMember, options: JoinOptions, services: Sequence[VerifierService]
+) -> str:
     if options.http_place is None:
         return ""
     from roles.http.access import read_key
@@ -274,40 +341,22 @@ async def _http(stack: AsyncExitStack, member: ServingMember, options: JoinOptio
     key = None
     if options.api_keys is not None:
         key = read_key(options.api_keys, lambda text: member.notify("warning", "api-key", text))
-    host, port = await stack.enter_async_context(serving_http(service, *options.http_place, key, world=member.world))
+    host, port = await stack.enter_async_context(serving_http(services, *options.http_place, key, world=member.world))
     return f"http://{format_address(shown_host(host), port)}/v1"
-
-
-def _describe_serving(service: VerifierService, model: ServedModel, tokenizer: str, weights: str, http: str) -> Serving:
-    drafters = service.drafters()
-    return Serving(
-        model=service.model,
-        vocab_size=model.vocab_size,
-        context=service.context or 0,
-        tokenizer=tokenizer,
-        http=http,
-        sessions=service.sessions,
-        stats=service.figures(),
-        drafters=[link.at.peer_id for link, _ in drafters],
-        drafter_alpha=[link.model.alpha if link.model.known else -1.0 for link, _ in drafters],
-        drafter_latency_ms=[round(1e3 * link.model.latency_s, 1) for link, _ in drafters],
-        drafter_share=[-1.0 if share is None else share for _, share in drafters],
-        weights=weights,
-    )
 
 
 # ----------------------------------------------------------------------------------------------------------- drafter
 
 
 async def _draft(member: ServingMember, options: JoinOptions, console: Console) -> None:
-    directory = options.model_directory
+    directory = options.model_directories[0]
     tokenizer = Tokenizer.of_directory(directory)  # fail before loading anything
     async with AsyncExitStack() as stack:
         compute = ComputeThread(member.world.threads)
         stack.callback(compute.close)
         await compute.run(_prepare_torch, directory, options.threads)
-        opened = _local_model(member, options, compute, options.sessions or MAX_SESSIONS, console)
-        model = await stack.enter_async_context(opened)
+        opened = _local_models(member, options, compute, options.sessions or MAX_SESSIONS, console)
+        [model] = await stack.enter_async_context(opened)
         name, on_news = model_name(directory), partial(console.event, "info")
         drafter = DraftServer(member.world, model, name, tokenizer.digest, on_news=on_news)
         stack.push_async_callback(drafter.close)

@@ -190,7 +190,8 @@ def show_unused_settings(text: ModelText) -> None:
 
 
 async def _of_verifier(stack: AsyncExitStack, options: TextOptions) -> TextSource:
-    verifier = RedialledVerifier(options.seed, await dial_verifier(options.seed, options.verifier))
+    wanted = options.seed, options.model
+    verifier = RedialledVerifier(*wanted, await dial_verifier(*wanted, options.verifier))
     at = verifier.client.verifier
     context = "" if verifier.context is None else f"{verifier.context} tokens of context, "
     count = len(at.drafters)
@@ -203,20 +204,20 @@ async def _of_verifier(stack: AsyncExitStack, options: TextOptions) -> TextSourc
 class RedialledVerifier:
     """A ``TextService`` that dials its verifier again for the next text if it was lost."""
 
-    def __init__(self, seed: str, client: VerifierClient) -> None:
-        self.client, self._seed = client, seed
+    def __init__(self, seed: str, model: str, client: VerifierClient) -> None:
+        self.client, self._wanted = client, (seed, model)
         self.model, self.context, self.created = client.model, client.context, client.created
 
     async def write(self, request: TextRequest) -> RemoteText:
         """As ``TextService.write``, and as ``dial_verifier``."""
         if self.client.lost:
             await self.client.close()
-            self.client = await dial_verifier(self._seed, self.client.verifier.name)
+            self.client = await dial_verifier(*self._wanted, self.client.verifier.name)
         return await self.client.write(request)
 
 
-async def dial_verifier(seed: str, name: str) -> VerifierClient:
-    """Dial a verifier that the seed lists. ``name``: its name or id; empty: any, if all have the same model.
+async def dial_verifier(seed: str, model: str, name: str) -> VerifierClient:
+    """Dial a verifier that the seed lists. ``name``, ``model``: as of ``choose_verifier``.
 
     Raises:
         UserError: there is none, or the choice is ambiguous.
@@ -237,25 +238,31 @@ async def dial_verifier(seed: str, name: str) -> VerifierClient:
         text = f"no verifier is ready yet: {', '.join(loading)} still loads its model, or waits for workers"
         raise UserError(text, remedy=f"ask again in a moment; its terminal shows its progress; {_OTHER_WAYS}")
     context = ClientContext(real_world(access.network), access.peer_id or new_id(), operator_name(), access.host)
-    return await VerifierClient.dial(context, choose_verifier(verifiers, name))
+    return await VerifierClient.dial(context, choose_verifier(verifiers, name, model))
 
 
-def choose_verifier(verifiers: Sequence[ServingInfo], name: str) -> ServingInfo:
-    """The verifier with this name or id; without a name the least busy one. Raises ``UserError``."""
+def choose_verifier(verifiers: Sequence[ServingInfo], name: str, model: str = "") -> ServingInfo:
+    """The verifier with this name or id that has this model; the least busy one if there are several.
+
+    ``name``, ``model``: empty: any, if all that are left have the same model. Raises ``UserError``.
+    """
     if not verifiers:
         remedy = f"start one: p2ptrain join SEED --role verifier --model DIR, {_OTHER_WAYS}"
         raise UserError("no verifier is connected to write text", remedy=remedy)
-    named = [info for info in verifiers if info.id == name] or [info for info in verifiers if name in ("", info.name)]
-    listed = ", ".join(
-        f"{info.name} ({info.model}, weights {info.weights[:8]}, id {info.id})" for info in named or verifiers
-    )
-    if not named:
-        are = "is" if len(verifiers) == 1 else "are"
-        raise UserError(f"no verifier is called {name}", remedy=f"there {are} {listed}")
-    if len({(info.model, info.weights) for info in named}) > 1:
-        text = f"verifiers{f' called {name}' if name else ''} have different models"
-        raise UserError(text, remedy=f"name one, or its id, with --verifier: {listed}")
-    return min(named, key=lambda info: (info.sessions, info.name))
+    named = [info for info in verifiers if info.peer == name] or [info for info in verifiers if name in ("", info.name)]
+    having = [info for info in named if model in ("", info.model)]
+    shown = having or named or verifiers
+    listed = ", ".join(f"{info.name} ({info.model}, weights {info.weights[:8]}, id {info.peer})" for info in shown)
+    called = f" called {name}" if name else ""
+    if not having:
+        what = f"no verifier{called} has the model {model}" if named else f"no verifier is called {name}"
+        raise UserError(what, remedy=f"there {'is' if len(shown) == 1 else 'are'} {listed}")
+    if len({(info.model, info.weights) for info in having}) > 1:
+        text = f"verifiers{called} have different models"
+        if len({info.peer for info in having}) == 1:
+            text = f"the verifier {having[0].name} has several models"
+        raise UserError(text, remedy=f"name one with --model, or a verifier or its id with --verifier: {listed}")
+    return min(having, key=lambda info: (info.sessions, info.name))
 
 
 # ------------------------------------------------------------------------------------------------------------ figures

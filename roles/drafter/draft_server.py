@@ -144,10 +144,10 @@ class DraftServer:
     def sessions(self) -> int:
         return len(self._sessions)
 
-    def describe(self) -> Serving:
+    def describe(self) -> list[Serving]:
         """What the seed lists of this drafter."""
         model, stats = self._model, self.gauge.figures(self._now())
-        return Serving(self._name, model.vocab_size, model.context or 0, self._tokenizer, "", self.sessions, stats)
+        return [Serving(self._name, model.vocab_size, model.context or 0, self._tokenizer, "", self.sessions, stats)]
 
     async def close(self) -> None:
         """End all sessions. The connections are closed by whoever accepted them."""

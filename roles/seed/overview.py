@@ -17,7 +17,7 @@ from ring.view import TERM_BITS
 from roles.seed.events import Map, Subscription
 from roles.seed.job_table import JobTable
 from roles.seed.jobs import JobPorts
-from roles.seed.peers import NAME_CHARS, ConnectedPeer, whole
+from roles.seed.peers import NAME_CHARS, ConnectedPeer, clip, whole
 from wire.address import format_address
 from wire.records import CheckpointInfo, ClusterInfo, JobInfo, PartInfo, PeerInfo, ServingInfo
 
@@ -65,8 +65,8 @@ class Overview:
         return [self._peer_info(peer) for peer in [*self._peers.connected.values(), *self._peers.lost.values()]]
 
     def serving_infos(self) -> list[ServingInfo]:
-        found = [peer.serving for peer in self._peers.connected.values() if peer.serving is not None]
-        return sorted(found, key=lambda info: (info.role != "verifier", info.name, info.id))
+        found = [info for peer in self._peers.connected.values() for info in peer.serving.values()]
+        return sorted(found, key=lambda info: (info.role != "verifier", info.name, info.peer))
 
     def part_infos(self) -> list[PartInfo]:
         found = [part for peer in self._peers.connected.values() for part in peer.parts.values()]
@@ -123,8 +123,8 @@ class Overview:
             next_ms=edge.latency_s * 1e3 if edge else None,
             next_bps=edge.bandwidth_bps if edge else None,
             fetched_bytes=peer.newest_fetch.fetched_bytes if peer.newest_fetch else 0,
-            model=peer.serving.model if peer.serving else "",
-            sessions=peer.serving.sessions if peer.serving else 0,
+            model=clip(", ".join(peer.serving)),
+            sessions=sum(info.sessions for info in peer.serving.values()),
             flops=int(peer.flops or 0),
             part_bytes=peer.offer.memory_bytes,
             cores=whole(peer.hello.capabilities.get("cores"), 1 << 16),
@@ -156,11 +156,12 @@ class Overview:
         if topic == "jobs":
             controller = self._jobs.controllers.get(item_id)
             return self._jobs.info(controller).to_map() if controller else None
-        holder = self._peers.connected.get(item_id.partition("/")[0])  # a part's id begins with that of its worker
+        holder = self._peers.connected.get(item_id.partition("/")[0])  # the ids of these records begin with a peer's
         if topic == "parts":
             return holder.parts[item_id].to_map() if holder and item_id in holder.parts else None
         if topic == "serving":
-            return holder.serving.to_map() if holder and holder.serving else None
+            info = holder.serving.get(item_id.partition("/")[2]) if holder else None
+            return info.to_map() if info else None
         checkpoint = self._ports.checkpoints.known.get(item_id)
         return checkpoint.to_map() if checkpoint else None
 

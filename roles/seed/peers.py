@@ -17,6 +17,7 @@ from typing import Any
 
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError
 from p2ptrain.core.ids import is_id
+from p2ptrain.core.texts import printable
 from ring.coordination import STATUSES, JobWorker
 from ring.detector import FailureDetector, beat_defaults
 from ring.token import is_lineage
@@ -30,7 +31,7 @@ from wire.enrol import RENEW
 from wire.job_messages import CheckpointSaved, MemberRecord, Report, StepMetrics, ViewAnnounced
 from wire.messages import EventNotice, Heartbeat, Hello, Message, RefusalCode
 from wire.records import PartInfo, ServingInfo
-from wire.text_messages import MAX_DRAFTERS, DrafterAddress, DrafterList, Serving
+from wire.text_messages import MAX_DRAFTERS, MODEL_CHARS, MOST_MODELS, DrafterAddress, DrafterList, Serving
 
 NAME_CHARS = 64
 REASON_BYTES = 480
@@ -57,7 +58,7 @@ class ConnectedPeer:
         lost_at: monotonic time at which it was lost; None while it is connected. end: then ``lost``, ``left`` or
             ``evicted``.
         speed_reported: set once it has reported its speed, or is lost.
-        serving: what a verifier or a drafter serves; None before it has reported that.
+        serving: what a verifier or a drafter serves, by the model's name, in the order of its reports.
         idle_reason: the last notice sent to it of why no job has it; empty if one has.
     """
 
@@ -77,7 +78,7 @@ class ConnectedPeer:
     newest_fetch: Report | None = None
     calls: PendingCalls = field(default_factory=PendingCalls)
     speed_reported: asyncio.Event = field(default_factory=asyncio.Event)
-    serving: ServingInfo | None = None
+    serving: dict[str, ServingInfo] = field(default_factory=dict)
     parts: dict[str, PartInfo] = field(default_factory=dict)
     idle_reason: str = ""
     is_leaving: bool = False
@@ -299,8 +300,8 @@ only renew their certificate."""
 
 
 class Services:
-    """What verifiers and drafters serve. Each peer's record is in ``ConnectedPeer.serving``. ``touch`` is called with
-    the id of a peer whose record is new, changed or gone."""
+    """What verifiers and drafters serve. Each peer's records are in ``ConnectedPeer.serving``. ``touch`` is called with
+    the ids of records that are new, changed or gone."""
 
     def __init__(self, peers: Mapping[str, ConnectedPeer], touch: Callable[[str], None]) -> None:
         self._peers, self._touch = peers, touch
@@ -309,16 +310,26 @@ class Services:
         self._send_drafters([peer])
 
     def reported(self, peer: ConnectedPeer, message: Serving) -> None:
-        """Store a peer's report. Raises ``ProtocolError`` if the model changed: that requires a new link."""
-        fields = asdict(message) | {"model": clip(message.model, NAME_CHARS), "http": clip(message.http, 255)}
+        """Store a peer's report of one model. Raises ``ProtocolError`` if the model changed, or for too many models:
+        that requires a new link."""
+        fields = asdict(message) | {"model": printable(message.model, MODEL_CHARS), "http": clip(message.http, 255)}
         info = ServingInfo(
-            id=peer.id, name=clip(peer.name, NAME_CHARS), role=peer.role, host=peer.host, port=peer.port, **fields
+            id=f"{peer.id}/{fields['model']}",
+            peer=peer.id,
+            name=clip(peer.name, NAME_CHARS),
+            role=peer.role,
+            host=peer.host,
+            port=peer.port,
+            **fields,
         )
-        before, peer.serving = peer.serving, info
+        before = peer.serving.get(info.model)
+        if before is None and len(peer.serving) >= (MOST_MODELS if peer.role == "verifier" else 1):
+            raise ProtocolError(f"a {peer.role} reported {len(peer.serving) + 1} models")
         if before is not None and any(getattr(before, name) != getattr(info, name) for name in _OF_THE_MODEL):
             raise ProtocolError(f"a {peer.role} changed its model {before.model!r} without a new connection")
+        peer.serving[info.model] = info
         if info != before:
-            self._touch(peer.id)
+            self._touch(info.id)
         if before is None:
             self._warn_of_other_tokenizers(info)
             if peer.role == "drafter":
@@ -326,19 +337,19 @@ class Services:
 
     def _warn_of_other_tokenizers(self, new: ServingInfo) -> None:
         """Warn drafters whose tokenizer differs from a verifier's. That verifier does not dial them."""
-        for peer in self._peers.values():
-            if (other := peer.serving) is None or {other.role, new.role} != {"verifier", "drafter"}:
+        for other in [info for peer in self._peers.values() for info in peer.serving.values()]:
+            if {other.role, new.role} != {"verifier", "drafter"}:
                 continue
             verifier, drafter = (new, other) if new.role == "verifier" else (other, new)
             if drafter.tokenizer not in ("", verifier.tokenizer):
                 text = f"{verifier.name} uses {verifier.model}, whose tokenizer differs from that of {drafter.model}"
                 remedy = "that verifier requests no drafts here; use a draft model of the same family"
-                self._peers[drafter.id].send(EventNotice("warning", "other-tokenizer", f"{text}: {remedy}"))
+                self._peers[drafter.peer].send(EventNotice("warning", "other-tokenizer", f"{text}: {remedy}"))
 
     def lost(self, peer: ConnectedPeer) -> None:
-        serving, peer.serving = peer.serving, None
-        if serving is not None:
-            self._touch(peer.id)
+        serving, peer.serving = peer.serving, {}
+        if serving:
+            self._touch(*(info.id for info in serving.values()))
             if peer.role == "drafter":
                 self._send_drafters(self._peers.values())
 
@@ -347,15 +358,15 @@ class Services:
         in it."""
         drafters = [peer for peer in self._peers.values() if peer.role == "drafter"]
         drafters.sort(key=lambda drafter: drafter.joined_at)
-        infos = [drafter.serving for drafter in drafters if drafter.serving is not None][:MAX_DRAFTERS]
+        infos = [info for drafter in drafters for info in drafter.serving.values()][:MAX_DRAFTERS]
         for peer in peers:
             if peer.role == "verifier":
                 listed = [
-                    DrafterAddress(info.id, info.name, host_dialled_from(peer.host, info.host), info.port, info.model,
+                    DrafterAddress(info.peer, info.name, host_dialled_from(peer.host, info.host), info.port, info.model,
                               info.vocab_size, info.tokenizer)
                     for info in infos
                 ]  # fmt: skip
                 peer.send(DrafterList(listed))
 
 
-_OF_THE_MODEL = ("model", "vocab_size", "tokenizer", "weights")
+_OF_THE_MODEL = ("vocab_size", "tokenizer", "weights")

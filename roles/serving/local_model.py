@@ -40,7 +40,7 @@ class LocalModel:
     """A ``ServedModel`` on one compute thread, which computes a pass of each of its sessions at a time.
 
     Args:
-        engine: engine of all layers. compute: the thread on which it was made; it ends with this model.
+        engine: engine of all layers. compute: the thread on which it was made; other models may use it, too.
         max_sessions: most sessions at a time; 0: any number.
         cache_bytes: limit of all sessions' caches together; 0: what the engine finds free.
 
@@ -97,7 +97,6 @@ class LocalModel:
             self._closed = True
             await asyncio.gather(*(session.close() for session in list(self.sessions)))
             await self._tasks.stop()
-            self._compute.close()
 
     # ------------------------------------------------------------------------------------------------- for its sessions
 

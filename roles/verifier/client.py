@@ -29,7 +29,7 @@ _IF_LOST = "ask again when it is back, or use another one: --verifier NAME"
 
 
 class VerifierClient:
-    """A ``TextService``: a connection to one verifier, for any number of questions."""
+    """A ``TextService``: a connection to one verifier, for any number of questions of one of its models."""
 
     created = 0  # unknown: the model's files are the verifier's
 
@@ -46,7 +46,7 @@ class VerifierClient:
     @classmethod
     async def dial(cls, context: ClientContext, verifier: ServingInfo) -> Self:
         """Connect to the verifier. Raises as ``wire.handshake.dial``."""
-        at = WorkerAddress(verifier.id, verifier.name, verifier.host, verifier.port)
+        at = WorkerAddress(verifier.peer, verifier.name, verifier.host, verifier.port)
         return cls(verifier, await context.dial(at, "generate", role=VERIFIER))
 
     @property
@@ -66,7 +66,7 @@ class VerifierClient:
         is too large. ``NetworkError``: the verifier is lost. ``P2PTrainError``: its answer."""
         if self._problem is not None:
             raise self._lost(None)
-        ask, data = encode_question(request)
+        ask, data = encode_question(self.model, request)
         stream = self._next
         self._next += 1
         text = self._texts[stream] = RemoteText(self, stream)

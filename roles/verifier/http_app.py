@@ -1,4 +1,4 @@
-"""OpenAI's HTTP interface over a ``TextService``: its server, routes, access, and answers.
+"""OpenAI's HTTP interface over ``TextService``s: its server, routes, access, and answers.
 
 A text is written while its client is connected. When the connection ends, its work is cancelled and its ``Writing``
 closed at once.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -55,13 +55,14 @@ _ENDED = {"stop": "stop", "end": "stop", "length": "length"}
 
 @asynccontextmanager
 async def serving_http(
-    service: TextService, host: str, port: int, key: str | None = None, *, world: World
+    services: Sequence[TextService], host: str, port: int, key: str | None = None, *, world: World
 ) -> AsyncIterator[tuple[str, int]]:
     """Answer HTTP on ``host:port`` while the body runs. Yields the bound address. Port 0: any free port.
 
     At the end texts under way are ended and their clients told, within ``STOP_S``.
 
     Args:
+        services: of one model each.
         key: API key of clients, as from ``read_key``. None is allowed on the loopback only.
 
     Raises:
@@ -69,7 +70,7 @@ async def serving_http(
     """
     sock = await open_socket(host, port, key)
     address: tuple[str, int] = sock.getsockname()[:2]
-    app = HttpApp(service, world, key=key, local=is_loopback(address[0]))
+    app = HttpApp(services, world, key=key, local=is_loopback(address[0]))
     try:
         async with serving(app, sock):
             yield address
@@ -120,8 +121,9 @@ class HttpApp(JsonApp):
         world: its randomness seeds requests without a seed.
     """
 
-    def __init__(self, service: TextService, world: World, *, key: str | None, local: bool) -> None:
-        self.service, self.world = service, world
+    def __init__(self, services: Sequence[TextService], world: World, *, key: str | None, local: bool) -> None:
+        self.world = world
+        self._services = {service.model: service for service in services}
         self._keys = None if key is None else Keys({key: "write"})
         self._pages_refused = local and key is None
         self._closing = Background()
@@ -148,24 +150,23 @@ class HttpApp(JsonApp):
         return json_response({"status": "ok"})
 
     async def _models(self, request: HttpRequest) -> Response:
-        return json_response({"object": "list", "data": [model_card(self.service)]})
+        return json_response({"object": "list", "data": [model_card(each) for each in self._services.values()]})
 
     async def _one_model(self, request: HttpRequest) -> Response:
-        self._check_model(request.path_params["model"])
-        return json_response(model_card(self.service))
+        return json_response(model_card(self._service(request.path_params["model"])))
 
     async def _write(self, request: HttpRequest) -> _Reply:
         chat = request.url.path == _CHAT
         read = read_chat if chat else read_completion
         body = await read_body(request, MOST_BODY_BYTES)
         asked = await asyncio.to_thread(read, body, lambda: self.world.random.getrandbits(63))
-        self._check_model(asked.model)
-        return _Reply(self, asked, chat=chat)
+        return _Reply(self, self._service(asked.model), asked, chat=chat)
 
-    def _check_model(self, name: str) -> None:
-        if name != self.service.model:
-            here = f"this endpoint has only the model {self.service.model}"
+    def _service(self, model: str) -> TextService:
+        if (service := self._services.get(model)) is None:
+            here = f"this endpoint has only the model{'s' * (len(self._services) > 1)} {', '.join(self._services)}"
             raise Problem(404, here, code="model_not_found", param="model")
+        return service
 
     async def close(self, writing: Writing) -> None:
         await asyncio.wait({self._closing.start(writing.close(), "close a writing")})
@@ -174,8 +175,8 @@ class HttpApp(JsonApp):
 class _Reply:
     """The answer to one request, an ASGI application. Its client may leave at any point."""
 
-    def __init__(self, app: HttpApp, asked: HttpTextRequest, *, chat: bool) -> None:
-        self._app, self._asked, self._chat = app, asked, chat
+    def __init__(self, app: HttpApp, service: TextService, asked: HttpTextRequest, *, chat: bool) -> None:
+        self._app, self._service, self._asked, self._chat = app, service, asked, chat
         self._created = int(app.world.clock.wall())
         self._ident = f"{'chatcmpl' if chat else 'cmpl'}-{app.world.random.getrandbits(96):024x}"
         self._began = False
@@ -195,7 +196,7 @@ class _Reply:
 
     @asynccontextmanager
     async def _writing(self, text: TextRequest) -> AsyncIterator[Writing]:
-        writing = await self._app.service.write(text)
+        writing = await self._service.write(text)
         self._prompt_tokens += writing.prompt_tokens
         try:
             yield writing
@@ -254,8 +255,8 @@ class _Reply:
             "id": self._ident,
             "object": chat_kind if self._chat else "text_completion",
             "created": self._created,
-            "model": self._app.service.model,
-            "system_fingerprint": fingerprint(self._app.service),
+            "model": self._service.model,
+            "system_fingerprint": fingerprint(self._service),
         }
 
 

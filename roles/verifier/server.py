@@ -7,6 +7,7 @@ the end encode and decode questions and refusals (``wire.text_messages``), for `
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import accumulate
 
@@ -45,9 +46,10 @@ SENT_CHARS = 8192
 """Most characters in one message: a frame holds them in any script."""
 
 
-async def serve_texts(service: TextService, connection: Connection, hello: Hello) -> None:
-    """Answer one client until it leaves. Raises ``P2PTrainError``: it did not leave in order."""
-    caller = _Caller(service, connection)
+async def serve_texts(services: Sequence[TextService], connection: Connection, hello: Hello) -> None:
+    """Answer one client until it leaves. ``services``: of one model each. Raises ``P2PTrainError``: it did not leave in
+    order."""
+    caller = _Caller(services, connection)
     try:
         await caller.listen()
     finally:
@@ -55,9 +57,9 @@ async def serve_texts(service: TextService, connection: Connection, hello: Hello
 
 
 class _Caller:
-    def __init__(self, service: TextService, connection: Connection) -> None:
+    def __init__(self, services: Sequence[TextService], connection: Connection) -> None:
         self.tasks = Background()
-        self._service, self._connection = service, connection
+        self._services, self._connection = {service.model: service for service in services}, connection
         self._line = Line(connection, QUIET_S)
         self._asked: dict[int, asyncio.Task[None]] = {}
 
@@ -80,7 +82,8 @@ class _Caller:
                     error = Refused(RefusalCode.BUSY, text, remedy="wait for an answer")
                     self._connection.send(encode_refusal(error), stream=stream)  # ``listen`` handles a lost connection
                     return
-                self._asked[stream] = self.tasks.start(self._answer(stream, request), f"question {stream}")
+                answer = self._answer(stream, message.model, request)
+                self._asked[stream] = self.tasks.start(answer, f"question {stream}")
                 self._asked[stream].add_done_callback(lambda _: self._asked.pop(stream))
             case wire.StreamClose():
                 if (task := self._asked.get(stream)) is not None:  # else the text has just ended
@@ -88,11 +91,14 @@ class _Caller:
             case _:
                 raise ProtocolError(f"a client sent an unexpected {type(message).__name__}")
 
-    async def _answer(self, stream: int, request: TextRequest) -> None:
+    async def _answer(self, stream: int, model: str, request: TextRequest) -> None:
         last: Message
         writing: Writing | None = None
         try:
-            writing = await self._service.write(request)
+            if (service := self._services.get(model)) is None:
+                here = ", ".join(self._services)
+                raise UserError(f"the model {model} is not served here", remedy=f"name one of {here}")
+            writing = await service.write(request)
             await self._send_all(stream, writing)
             last = wire.TextWritten(writing.ended, writing.stats())
         except P2PTrainError as error:
@@ -131,8 +137,8 @@ _CODES: dict[str, type[P2PTrainError]] = {
 """Code → class. If an error has several of these classes, the last one counts, so subclasses come last."""
 
 
-def encode_question(request: TextRequest) -> tuple[wire.TextQuestion, bytes]:
-    """Encode a request. Raises ``UserError``: it exceeds the limits."""
+def encode_question(model: str, request: TextRequest) -> tuple[wire.TextQuestion, bytes]:
+    """Encode a request of a model. Raises ``UserError``: it exceeds the limits."""
     texts = [turn.text.encode() for turn in request.turns] or [request.prompt.encode()]
     if (size_bytes := sum(map(len, texts))) > MOST_BYTES or len(texts) > MOST_TURNS:
         raise UserError(
@@ -143,6 +149,7 @@ def encode_question(request: TextRequest) -> tuple[wire.TextQuestion, bytes]:
         raise UserError(f"more than {MOST_STOPS} stop strings, or over {STOP_CHARS} characters", remedy="give fewer")
     wanted = request.sampling
     ask = wire.TextQuestion(
+        model=model,
         sizes=[len(text) for text in texts],
         roles=[turn.role for turn in request.turns],
         max_new_tokens=request.max_new_tokens or 0,

@@ -20,7 +20,7 @@ from wire.records import FINISHED_STATES, ClusterInfo, JobInfo, PeerInfo, Servin
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 MAX_JOBS, MAX_PEERS, MAX_SERVING = 50, 256, 64
 """Of the jobs, those that have not ended come first, then the newest."""
-MAX_LABEL = 64
+MAX_LABEL = 256
 """Longest value of a label, in characters."""
 
 R = TypeVar("R", JobInfo, PeerInfo, ServingInfo)
@@ -104,13 +104,14 @@ def _page(
 
 
 def _families(kind: str, table: dict[str, tuple[str, Value[R]]], records: Sequence[R]) -> Iterator[Metric]:
+    labels = {"job": ("id", "name"), "peer": ("id", "name"), "serving": ("peer", "name", "model")}[kind]
     for name, (text, value_of) in table.items():
         made = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-        family = made(f"p2ptrain_{kind}_{name}", text, labels=["job" if kind == "job" else "peer", "name"])
+        family = made(f"p2ptrain_{kind}_{name}", text, labels=[kind if label == "id" else label for label in labels])
         for record in records:
             value = value_of(record)
             if value is not None and math.isfinite(value):
-                family.add_metric([record.id[:MAX_LABEL], record.name[:MAX_LABEL]], value)
+                family.add_metric([getattr(record, label)[:MAX_LABEL] for label in labels], value)
         yield family
 
 

@@ -83,7 +83,14 @@ def test_peers_that_serve_models(command: Command, fake_seed: Any) -> None:
     verifier = dataclasses.replace(PEER, id="v1", **change)
     drafter = dataclasses.replace(PEER, id="d1", **change | {"roles": ["drafter"], "model": "small", "state": "idle"})
     served = ServingInfo(
-        id="v1", name="laptop", role="verifier", host="10.0.0.2", port=41000, model="big", stats={"alpha": 0.777}
+        id="v1/big",
+        peer="v1",
+        name="laptop",
+        role="verifier",
+        host="10.0.0.2",
+        port=41000,
+        model="big",
+        stats={"alpha": 0.777},
     )
     fake_seed.answers["peers.list"] = {"peers": [peer.to_map() for peer in (PEER, verifier, drafter)]}
     fake_seed.answers["serving.list"] = {"serving": [served.to_map()], "total": 1}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -65,10 +65,13 @@ class VirtualCluster(Cluster):
 class Served:
     """A verifier with its model on workers, a drafter, and a client."""
 
-    def __init__(self, cluster: Cluster, model: Path, split: int | None = 2, dtype: str = "") -> None:
+    def __init__(
+        self, cluster: Cluster, model: Path, split: int | None = 2, dtype: str = "", others: Sequence[Path] = ()
+    ) -> None:
         self.cluster, self._model = cluster, model
         self.workers: dict[str, Peer] = {}
-        options = JoinOptions(role="verifier", model=str(model), split=split, dtype=dtype)
+        models = [str(each) for each in (model, *others)]
+        options = JoinOptions(role="verifier", models=models, split=split, dtype=dtype)
         self.verifier = self._serve("verifier", serving_module.serve, options)
         self.drafter: Peer | None = None
         self.client: VerifierClient
@@ -80,7 +83,7 @@ class Served:
         return self.cluster.serve(role, program)
 
     def draft(self) -> None:
-        options = JoinOptions(role="drafter", model=str(self._model), device="cpu", threads=1)
+        options = JoinOptions(role="drafter", models=[str(self._model)], device="cpu", threads=1)
         self.drafter = self._serve("drafter", serving_module.serve, options)
 
     def told(self, kind: str) -> int:
@@ -130,7 +133,9 @@ def join(cluster: Cluster, slot: int, memory_bytes: int = HALF_BYTES) -> Peer:
 
 
 @asynccontextmanager
-async def serving(tmp_path: Path, model: Path, split: int | None = 2, dtype: str = "") -> AsyncIterator[Served]:
+async def serving(
+    tmp_path: Path, model: Path, split: int | None = 2, dtype: str = "", others: Sequence[Path] = ()
+) -> AsyncIterator[Served]:
     cluster = VirtualCluster(tmp_path / "cluster", MemoryNetwork())
     await cluster.start_seed()
     try:
@@ -138,7 +143,7 @@ async def serving(tmp_path: Path, model: Path, split: int | None = 2, dtype: str
             workers = {str(slot): join(cluster, slot) for slot in (1, 2, 3)}
             for peer in workers.values():
                 await peer.joined.wait()
-            served = Served(cluster, model, split, dtype)
+            served = Served(cluster, model, split, dtype, others)
             served.workers = workers
             at = None
             while at is None:
@@ -206,9 +211,28 @@ async def test_a_model_of_bf16_writes_in_fp32_where_that_is_asked_for(tmp_path: 
         assert tokens == expected
 
 
-def made(tmp_path: Path, dtype: torch.dtype = torch.float32) -> Path:
-    model = tmp_path / "model"
-    build_model(tiny(layers=4, context=256), 256, seed=2).to(dtype).save_pretrained(model)
+@on_virtual_time
+async def test_verifier_of_two_models_writes_with_the_one_that_is_named(tmp_path: Path) -> None:
+    models = made(tmp_path), made(tmp_path, name="other", seed=3)
+    expected = [reference(model, 20, GREEDY) for model in models]
+    assert expected[0] != expected[1]
+    async with serving(tmp_path, models[0], None, others=models[1:]) as served:
+        assert [text.split()[0] for text in served.said("serving")] == ["model", "other"]
+        verifiers: list[ServingInfo] = []
+        while len(verifiers) < 2:
+            answer = await served.cluster.ask("serving.list")
+            listed = [ServingInfo.from_map_untrusted(item) for item in answer["serving"]]
+            verifiers = [info for info in listed if info.role == "verifier"]
+        for at, tokens in zip(verifiers, expected, strict=True):
+            context = ClientContext(real_world(served.cluster.network), "1" * 32, "client", served.cluster.address[0])
+            await served.client.close()
+            served.client = await VerifierClient.dial(context, at)
+            assert (await served.ask(20, GREEDY))[0] == tokens
+
+
+def made(tmp_path: Path, dtype: torch.dtype = torch.float32, *, name: str = "model", seed: int = 2) -> Path:
+    model = tmp_path / name
+    build_model(tiny(layers=4, context=256), 256, seed=seed).to(dtype).save_pretrained(model)
     Tokenizer.of_bytes().save(model)
     return model
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +23,7 @@ from roles.member import ServingMember
 from roles.serving.worker_peer import ClientContext
 from tests.roles.drafter_hosts import around_of, whole
 from tests.wire.doubles import on_virtual_time
-from wire.text_messages import Serving
+from wire.text_messages import MOST_MODELS, Serving
 
 
 def test_how_a_model_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,33 +41,47 @@ def test_how_a_model_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 async def test_more_stages_than_layers_are_refused_before_it_joins(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 4}')
-    await check(JoinOptions(role="verifier", model=str(tmp_path), split=4))
+    await check(JoinOptions(role="verifier", models=[str(tmp_path)], split=4))
     with pytest.raises(UserError, match="a model of 4 layers cannot have 9 stages"):
-        await check(JoinOptions(role="verifier", model=str(tmp_path), split=9))
+        await check(JoinOptions(role="verifier", models=[str(tmp_path)], split=9))
+
+
+async def test_models_of_one_name_are_refused_before_it_joins(tmp_path: Path) -> None:
+    twins = [tmp_path / side / "small" for side in ("one", "two")]
+    with pytest.raises(UserError, match="two models are called small") as caught:
+        await check(JoinOptions(role="verifier", models=[str(directory) for directory in twins]))
+    assert "different names" in caught.value.remedy
+    many = [str(tmp_path / f"model-{number}") for number in range(MOST_MODELS + 1)]
+    with pytest.raises(UserError, match="at most 16 models"):
+        await check(JoinOptions(role="verifier", models=many))
+    await check(JoinOptions(role="verifier", models=many[1:]))
 
 
 def test_what_memory_is_left_for_caches(tmp_path: Path) -> None:
     save_file({"a": np.zeros(1000, np.uint8), "b": np.zeros(500, np.uint8)}, tmp_path / "model.safetensors")
     save_file({"moments": np.zeros(9000, np.uint8)}, tmp_path / "optimizer.safetensors")
-    assert cache_bytes(0, tmp_path) == 0
-    assert cache_bytes(4000, tmp_path) == 2500
+    assert cache_bytes(0, [tmp_path]) == 0
+    assert cache_bytes(4000, [tmp_path]) == 2500
     with pytest.raises(ResourceError, match="but --memory is"):
-        cache_bytes(1500, tmp_path)
+        cache_bytes(1500, [tmp_path])
+    assert cache_bytes(4000, [tmp_path] * 2) == 1000, "of all models together"
+    with pytest.raises(ResourceError, match=r"the models together have 2\.9 KiB, but"):
+        cache_bytes(3000, [tmp_path] * 2)
 
 
 def test_what_memory_is_left_beside_weights_of_another_type(tmp_path: Path) -> None:
     save_file({"a": np.zeros((10, 100), np.float16), "b": np.zeros(500, np.float16)}, tmp_path / "model.safetensors")
-    given = [cache_bytes(9000, tmp_path, dtype) for dtype in ("", "fp16", "bf16", "fp32")]
+    given = [cache_bytes(9000, [tmp_path], dtype) for dtype in ("", "fp16", "bf16", "fp32")]
     assert given == [6000, 6000, 6000, 3000]
     with pytest.raises(ResourceError, match=r"5\.9 KiB in fp32, but --memory is"):
-        cache_bytes(6000, tmp_path, "fp32")
-    assert cache_bytes(9000, tmp_path, "fp32", 7000) == 2000, "the loaded weights count"
+        cache_bytes(6000, [tmp_path], "fp32")
+    assert cache_bytes(9000, [tmp_path], "fp32", 7000) == 2000, "the loaded weights count"
 
 
 def test_buffers_in_old_files_take_no_memory(tmp_path: Path) -> None:
     tensors = {name: np.zeros(100, np.float32) for name in ("h.0.attn.bias", "h.0.attn.c_attn.bias")}
     save_file(tensors, tmp_path / "model.safetensors")
-    assert cache_bytes(1000, tmp_path) == 600
+    assert cache_bytes(1000, [tmp_path]) == 600
 
 
 # ----------------------------------------------------------------------------------------------------------- a drafter
@@ -81,13 +95,13 @@ class Member:
         self.world = context.world
         self.doors: list[str] = []
         self.told: list[str] = []
-        self.serving: Callable[[], Serving] | None = None
+        self.serving: Callable[[], Sequence[Serving]] | None = None
         self.ready = asyncio.Event()
 
     def answer(self, purpose: str, serve: Any, *, judge: Any) -> None:
         self.doors.append(purpose)
 
-    def serves(self, serving: Callable[[], Serving]) -> None:
+    def serves(self, serving: Callable[[], Sequence[Serving]]) -> None:
         self.serving = serving
 
     def notify(self, level: str, kind: str, text: str) -> None:
@@ -130,23 +144,23 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @on_virtual_time
 async def test_a_model_is_told_of_with_what_verifiers_must_know(model: Path) -> None:
-    member = await served(JoinOptions(role="drafter", model=str(model)))
+    member = await served(JoinOptions(role="drafter", models=[str(model)]))
     assert member.serving is not None
-    said = member.serving()
+    [said] = member.serving()
     assert (said.model, said.vocab_size, said.context) == ("small", 97, 512)
     assert said.tokenizer == Tokenizer.of_bytes().digest
     assert member.told == ["small drafts on stand-in in fp32, 512 tokens of context"]
 
 
 def test_a_model_drafts_in_the_type_that_is_asked_for(model: Path) -> None:
-    member = run_virtual(served(JoinOptions(role="drafter", model=str(model), dtype="bf16")))
+    member = run_virtual(served(JoinOptions(role="drafter", models=[str(model)], dtype="bf16")))
     assert member.told == ["small drafts on stand-in in bf16, 512 tokens of context"]
 
 
 def test_a_model_beyond_its_memory_or_without_a_tokenizer_is_refused(model: Path) -> None:
     save_file({"a": np.zeros(9, np.uint8)}, model / "model.safetensors")  # the loaded weights are larger
     with pytest.raises(ResourceError, match="--memory is 40 B"):
-        run_virtual(served(JoinOptions(role="drafter", model=str(model), memory="40")))
+        run_virtual(served(JoinOptions(role="drafter", models=[str(model)], memory="40")))
     (model / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="tokenizer"):
-        run_virtual(served(JoinOptions(role="drafter", model=str(model))))
+        run_virtual(served(JoinOptions(role="drafter", models=[str(model)])))

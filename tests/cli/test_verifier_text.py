@@ -55,7 +55,8 @@ class Verifier:
 
     def record(self, **changed: Any) -> dict[str, Any]:
         plain = {
-            "id": PEER,
+            "id": f"{PEER}/stand-in",
+            "peer": PEER,
             "name": "big one",
             "role": "verifier",
             "host": "127.0.0.1",
@@ -92,7 +93,7 @@ class Verifier:
             "127.0.0.1",
             self.port,
             decide=decide,
-            serve=partial(serve_texts, serving),
+            serve=partial(serve_texts, [serving]),
             on_problem=lambda problem, _: None,
         )
         self.port = server.address[1]
@@ -175,6 +176,7 @@ def test_nobody_is_there(command: Command, fake_seed: Any) -> None:
     ("arguments", "said"),
     [
         (["generate", "x", "-c", "d", "--verifier", "v"], "--verifier does not work with --checkpoint"),
+        (["chat", "-c", "d", "--model", "m"], "--model does not work with --checkpoint"),
         (["chat", "--split", "--job", "j", "--no-speculation"], "--no-speculation does not work with --checkpoint"),
         (["generate", "x", "--device", "cuda"], "a verifier, or workers, compute the model"),
         (["chat", "--device", "cpu"], "a verifier, or workers, compute the model"),
@@ -188,20 +190,26 @@ def test_what_does_not_belong_together(command: Command, arguments: list[str], s
 
 
 def test_which_verifier(command: Command, fake_seed: Any, verifier: Verifier) -> None:
-    other = verifier.record(name="small one", id="b" * 12, model="other", port=1)
+    other = verifier.record(name="small one", peer="b" * 12, model="other", port=1)
     fake_seed.answers["serving.list"] = {"serving": [other, verifier.record()]}
     ask = ["generate", PROMPT, "--seed", fake_seed.address, "-n", "5"]
     assert "small one (other, weights , id bbbbbbbbbbbb)" in command(*ask).err
     assert command(*ask, "--verifier", "big one").code == 0
     assert "no verifier is called x" in command(*ask, "--verifier", "x").err
-    twin = verifier.record(id="b" * 12, port=1, weights="1234567890")
+    twin = verifier.record(peer="b" * 12, port=1, weights="1234567890")
     fake_seed.answers["serving.list"] = {"serving": [twin, verifier.record(weights="abcdefghij")]}
     assert "verifiers called big one have different models" in command(*ask, "--verifier", "big one").err
     assert command(*ask, "--verifier", PEER).code == 0
-    busy = verifier.record(name="busy", id="b" * 12, sessions=3, port=1)
+    both = [verifier.record(), verifier.record(model="other")]
+    fake_seed.answers["serving.list"] = {"serving": both}
+    assert "the verifier big one has several models\n  → name one with --model" in command(*ask).err
+    assert command(*ask, "--model", "stand-in").code == 0
+    assert "no verifier has the model x" in command(*ask, "--model", "x").err
+    assert "the model other is not served here" in command(*ask, "--model", "other").err
+    busy = verifier.record(name="busy", peer="b" * 12, sessions=3, port=1)
     fake_seed.answers["serving.list"] = {"serving": [busy, verifier.record()]}
     assert command(*ask).code == 0
-    fake_seed.answers["serving.list"] = {"serving": [verifier.record(id="b" * 12)]}
+    fake_seed.answers["serving.list"] = {"serving": [verifier.record(peer="b" * 12)]}
     assert "another peer, " in command(*ask).err
 
 

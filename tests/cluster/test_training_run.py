@@ -126,7 +126,7 @@ class PlayedCluster(LocalCluster):
     async def wait_until_serving(self, roles: Any) -> dict[str, Any]:
         assert all(child.alive for child in self.peers.values()), "the end of one of them would be a failure"
         made = {
-            role: ServingInfo(id=role, name=role, role=role, host="", port=1, model="m")
+            role: ServingInfo(id=role, peer=role, name=role, role=role, host="", port=1, model="m")
             for role in ("verifier", "drafter")
         }
         return made | {"verifier": dataclasses.replace(made["verifier"], http="http://somewhere/v1")}

@@ -63,7 +63,7 @@ def _check_question(case: tuple[wire.TextQuestion, bytes]) -> None:
     assert not (wish.prompt and wish.turns)
 
 
-_AT = ServingInfo(id="v1", name="big one", role="verifier", host="there", port=PORT, model="m", context=64)
+_AT = ServingInfo(id="v1/m", peer="v1", name="big one", role="verifier", host="there", port=PORT, model="m", context=64)
 
 # --------------------------------------------------------------------------------------------------------- both of them
 

@@ -51,7 +51,7 @@ class Program:
         if self._fails is not None:
             raise self._fails
         member.answer("generate" if self.role == "verifier" else "draft", self._caller)
-        member.serves(lambda: self.served)
+        member.serves(lambda: [self.served])
         member.on_drafters(self._told)
         try:
             await asyncio.Event().wait()
@@ -162,7 +162,8 @@ async def test_what_is_served_is_told_when_it_changes_and_gone_with_its_link(clu
         50257,
         1024,
         "ab12",
-        id=peer.identity.peer_id,
+        id=f"{peer.identity.peer_id}/big",
+        peer=peer.identity.peer_id,
         name=peer.identity.name,
         role="verifier",
         host=HOST,

@@ -19,9 +19,9 @@ from wire.chain_messages import HeldPart, PartsHeld
 from wire.handshake import local_hello
 from wire.job_messages import CheckpointSaved, LedgerRow, LedgerRows, Report, StepMetrics
 from wire.messages import Leave, Message, RefusalCode
-from wire.records import PartInfo
+from wire.records import PartInfo, ServingInfo
 from wire.schema import instance_untrusted
-from wire.text_messages import MAX_DRAFTERS, DrafterList, Serving
+from wire.text_messages import MAX_DRAFTERS, MOST_MODELS, DrafterList, Serving
 
 SERVING = Serving("small", 100, 0, "ab", "", 0)
 
@@ -88,6 +88,26 @@ def test_no_more_drafters_are_told_of_than_a_verifier_takes() -> None:
 
 def member(cluster: Cluster, peer_id: str, *roles: str) -> AbstractAsyncContextManager[ScriptedPeer]:
     return scripted_peer(cluster.network, cluster.address, peer_id, *roles)
+
+
+async def test_verifier_may_have_several_models(cluster: Cluster) -> None:
+    models = [dataclasses.replace(SERVING, model=f"model {number}", sessions=1) for number in range(MOST_MODELS)]
+    async with member(cluster, "v1", "verifier") as verifier, member(cluster, "d1", "drafter") as drafter:
+        await verifier.hear(DrafterList)
+        for message in models:
+            await verifier.say_and_wait(message)
+        await drafter.say_and_wait(SERVING)
+        found = [ServingInfo.from_map_untrusted(item) for item in (await cluster.ask("serving.list"))["serving"]]
+        ids = [(f"v1/{each.model}", "v1", each.model) for each in models]
+        assert [(info.id, info.peer, info.model) for info in found] == [*ids, ("d1/small", "d1", "small")]
+        shown = {peer["id"]: peer for peer in (await cluster.ask("peers.list"))["peers"]}
+        assert (shown["v1"]["model"][:16], shown["v1"]["sessions"]) == ("model 0, model 1", MOST_MODELS)
+        for peer in (verifier, drafter):
+            peer.say(dataclasses.replace(SERVING, model="one more"))
+            async with asyncio.timeout(DEADLINE_S):
+                await peer.connection.closed.wait()
+            assert isinstance(peer.connection.close_cause, Refused)
+            assert peer.connection.close_cause.code == RefusalCode.PROTOCOL
 
 
 @pytest.mark.parametrize("roles", [(), ("operator",), ("seed",), ("worker", "verifier"), ("baker",)])

@@ -250,7 +250,14 @@ def test_a_batch_is_within_mlflow_s_limit() -> None:
     scores = [MemberScore(peer.id, 1, 1, 0.5) for peer in peers]
     job = JobInfo("j", "n", "p", "sync", "running", 1e9, 9, members=[peer.id for peer in peers], scores=scores)
     serving = ServingInfo(
-        id="v", name="v", role="verifier", host="h", port=1, model="m", stats={"alpha": 0.5, "token_ms": 20.0}
+        id="v/m",
+        peer="v",
+        name="v",
+        role="verifier",
+        host="h",
+        port=1,
+        model="m",
+        stats={"alpha": 0.5, "token_ms": 20.0},
     )
     figures = tracking.figures_of(job, peers, [serving])
     assert len(figures) == 4 * MAX_NODES + 4

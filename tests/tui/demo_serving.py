@@ -34,7 +34,8 @@ def verifier(step: int, *, idle: bool = False) -> ServingInfo:
         "speed_up": 45.7 / (18.4 - wave),
     }
     return ServingInfo(
-        id="verifier",
+        id="verifier/code-400m",
+        peer="verifier",
         name="vera",
         role="verifier",
         host="192.168.1.31",
@@ -57,7 +58,8 @@ def drafters(step: int) -> list[ServingInfo]:
     """Of the verifier."""
     return [
         ServingInfo(
-            id=name,
+            id=f"{name}/{model}",
+            peer=name,
             name=name,
             role="drafter",
             host="192.168.1.32",
@@ -78,7 +80,7 @@ def writer(like: PeerInfo, info: ServingInfo) -> PeerInfo:
     """The peer that serves this, on a machine like another peer's."""
     return dataclasses.replace(
         like,
-        id=info.id,
+        id=info.peer,
         name=info.name,
         roles=[info.role],
         state="serving" if info.sessions else "idle",

@@ -43,8 +43,8 @@ def test_a_verifier_has_its_drafters_the_best_first():
 
 def test_those_that_write_come_first_and_drafters_without_a_verifier_are_named():
     busy, idle = dataclasses.replace(verifier(1), id="b", name="z"), verifier(1, idle=True)
-    serving = by_id(idle, busy, *drafters(1), dataclasses.replace(drafters(1)[0], id="lost", name="lost"))
-    assert [each.info.id for each in verifiers_of(serving)] == ["b", "verifier"]
+    serving = by_id(idle, busy, *drafters(1), dataclasses.replace(drafters(1)[0], id="lost", peer="lost"))
+    assert [each.info.id for each in verifiers_of(serving)] == ["b", "verifier/code-400m"]
     assert [info.id for info in unused_drafters(serving)] == ["lost"]
 
 

@@ -57,7 +57,7 @@ async def test_everything_is_told_and_followed(seed: DemoFakeSeed, source: SeedS
     seed.tick()
     await until(source, lambda: source.store.jobs["j1"].step == 641)
     assert source.store.series["j1"].rows[-1].step == 641
-    assert set(source.store.serving) == {"verifier", "dora", "nils"}
+    assert {info.peer for info in source.store.serving.values()} == {"verifier", "dora", "nils"}
     seed.tell("serving-gone", [{"id": "nils"}])
     await until(source, lambda: "nils" not in source.store.serving)
 

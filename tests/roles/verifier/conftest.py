@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,6 +26,7 @@ PATIENCE_S = 20.0
 class Endpoint:
     """Attributes:
     mistakes: what the loop's exception handler was told.
+    other: of another model.
     """
 
     service: ScriptedService
@@ -33,6 +34,7 @@ class Endpoint:
     port: int
     client: AsyncOpenAI
     mistakes: list[dict[str, Any]]
+    other: ScriptedService = field(default_factory=lambda: ScriptedService("other"))
 
     async def raw(self, sent: bytes) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body that a connection brings, which is read to its end."""
@@ -63,18 +65,19 @@ def request(method: str, path: str, *headers: str, host: str = "127.0.0.1") -> b
 async def served() -> AsyncIterator[Endpoint]:
     from openai import AsyncOpenAI
 
-    service, mistakes = ScriptedService(), list[dict[str, Any]]()
+    service, other, mistakes = ScriptedService(), ScriptedService("other"), list[dict[str, Any]]()
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: mistakes.append(context))
-    async with serving_http(service, "127.0.0.1", 0, world=real_world(MemoryNetwork())) as (host, port):
+    async with serving_http([service, other], "127.0.0.1", 0, world=real_world(MemoryNetwork())) as (host, port):
         url = f"http://{host}:{port}/v1"
         async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
-            yield Endpoint(service, host, port, client, mistakes)
+            yield Endpoint(service, host, port, client, mistakes, other)
 
 
 @pytest.fixture
 def endpoint(served: Endpoint) -> Iterator[Endpoint]:
     """As if new; no mistake is made meanwhile, but for those that a test takes out."""
     served.service.begin_anew()
+    served.other.begin_anew()
     yield served
     assert served.mistakes == []
     assert all(writing.closed.is_set() for writing in served.service.writings)

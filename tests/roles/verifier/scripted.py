@@ -74,8 +74,8 @@ class ScriptedService:
 
     created = 1_700_000_000
 
-    def __init__(self) -> None:
-        self.model, self.context = MODEL, 100
+    def __init__(self, model: str = MODEL) -> None:
+        self.model, self.context = model, 100
         self.room = asyncio.Event()
         self.asks = asyncio.Event()
         self.gave_up = asyncio.Event()

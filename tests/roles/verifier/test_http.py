@@ -20,14 +20,17 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 
 
-async def test_the_model_is_listed(endpoint: Endpoint) -> None:
+async def test_models_are_listed(endpoint: Endpoint) -> None:
     listed = await endpoint.client.models.list()
-    assert [(model.id, model.created, model.object) for model in listed.data] == [(MODEL, 1_700_000_000, "model")]
+    assert [(model.id, model.created, model.object) for model in listed.data] == [
+        (MODEL, 1_700_000_000, "model"),
+        ("other", 1_700_000_000, "model"),
+    ]
     one = await endpoint.client.models.retrieve(MODEL)
     assert one.id == MODEL
     assert one.model_extra is not None
     assert one.model_extra["context_length"] == 100
-    with pytest.raises(openai.NotFoundError, match="this endpoint has only the model org/tiny-model"):
+    with pytest.raises(openai.NotFoundError, match="this endpoint has only the models org/tiny-model, other"):
         await endpoint.client.models.retrieve("gpt-4")
 
 
@@ -47,6 +50,15 @@ async def test_a_completion(endpoint: Endpoint) -> None:
     assert (first.prompt, first.turns, first.max_new_tokens, first.stop) == ("Say", (), None, ())
     assert (first.sampling.temperature, first.sampling.top_k, first.sampling.top_p) == (None, None, None)
     assert first.sampling.seed != second.sampling.seed  # nobody named one
+
+
+async def test_named_model_writes(endpoint: Endpoint) -> None:
+    endpoint.other.script = lambda wish: ScriptedWriting(["of the other"])
+    made = await endpoint.client.completions.create(model="other", prompt="Say")
+    assert (made.model, made.choices[0].text) == ("other", "of the other")
+    assert (len(endpoint.other.wishes), endpoint.service.wishes) == (1, [])
+    usual = await endpoint.client.completions.create(model=MODEL, prompt="Say")
+    assert (usual.choices[0].text, usual.system_fingerprint != made.system_fingerprint) == ("Hello, world", True)
 
 
 async def test_a_chat(endpoint: Endpoint) -> None:

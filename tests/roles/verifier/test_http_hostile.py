@@ -66,7 +66,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 async def guarded() -> AsyncIterator[Endpoint]:
     """Everywhere, with a key."""
     service = ScriptedService()
-    async with serving_http(service, "0.0.0.0", 0, KEY, world=WORLD) as (_, port):
+    async with serving_http([service], "0.0.0.0", 0, KEY, world=WORLD) as (_, port):
         url = f"http://127.0.0.1:{port}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=PATIENCE_S) as client:
             yield Endpoint(service, "127.0.0.1", port, client, [])
@@ -130,7 +130,7 @@ async def test_foreign_pages_are_refused(endpoint: Endpoint, host: str, origin: 
 
 async def test_a_public_address_needs_a_key() -> None:
     with pytest.raises(UserError, match="needs an API key") as caught:
-        async with serving_http(ScriptedService(), "0.0.0.0", 0, world=WORLD):
+        async with serving_http([ScriptedService()], "0.0.0.0", 0, world=WORLD):
             pass
     assert "--api-key-file" in caught.value.remedy
 
@@ -351,7 +351,7 @@ async def test_a_client_that_does_not_read_is_disconnected(endpoint: Endpoint, h
 
 async def test_connections_are_bounded(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MOST_CONNECTIONS", 2)
-    async with serving_http(ScriptedService(), "127.0.0.1", 0, world=WORLD) as (host, port):
+    async with serving_http([ScriptedService()], "127.0.0.1", 0, world=WORLD) as (host, port):
         few = Endpoint(endpoint.service, host, port, endpoint.client, [])
         assert (await few.raw(request("GET", "/health")))[0] == 200
         _, writer = await asyncio.open_connection(host, port)
@@ -372,7 +372,7 @@ async def under_way(service: ScriptedService) -> tuple[bytes, bytes]:
     service.script = lambda wish: ScriptedWriting(held_at=1)
     interrupt = signal.getsignal(signal.SIGINT)
     async with asyncio.timeout(PATIENCE_S):
-        async with serving_http(service, "127.0.0.1", 0, world=WORLD) as (host, port):
+        async with serving_http([service], "127.0.0.1", 0, world=WORLD) as (host, port):
             assert signal.getsignal(signal.SIGINT) is interrupt  # Ctrl+C belongs to whoever runs the process
             idle = await asyncio.open_connection(host, port)
             streamed, whole = await asyncio.open_connection(host, port), await asyncio.open_connection(host, port)

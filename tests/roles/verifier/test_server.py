@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,16 @@ pytestmark = pytest.mark.virtual_time
 PROMPT = "def f(x):"
 ID = "0" * 32
 PORT = 5000
-AT = ServingInfo(id=ID, name="big one", role="verifier", host="verifier", port=PORT, model="stand-in", context=600)
+AT = ServingInfo(
+    id=f"{ID}/stand-in",
+    peer=ID,
+    name="big one",
+    role="verifier",
+    host="verifier",
+    port=PORT,
+    model="stand-in",
+    context=600,
+)
 
 
 @dataclass
@@ -56,8 +65,9 @@ class Scene:
     service: VerifierService
     problems: list[P2PTrainError] = field(default_factory=list)
 
-    async def client(self, host: str = "client") -> VerifierClient:
-        return await VerifierClient.dial(ClientContext(real_world(self.network.at(host)), "1" * 32, host, "seed"), AT)
+    async def client(self, host: str = "client", model: str = AT.model) -> VerifierClient:
+        context = ClientContext(real_world(self.network.at(host)), "1" * 32, host, "seed")
+        return await VerifierClient.dial(context, replace(AT, model=model))
 
     async def raw(self) -> Connection:
         """A connection that says what a test says."""
@@ -81,7 +91,7 @@ async def verifier(directory: Path, **options: Any) -> AsyncIterator[Scene]:
         "0.0.0.0",
         PORT,
         decide=decide,
-        serve=partial(serve_texts, made),
+        serve=partial(serve_texts, [made]),
         on_problem=lambda problem, _: scene.problems.append(problem),
     )
     try:
@@ -124,6 +134,16 @@ async def test_a_text_arrives_with_its_figures(tmp_path: Path) -> None:
         assert text.ended == "length"
         assert text.stats()["tokens"] == 40
         assert text.stats()["drafters"][0]["peer_id"] == "d1"
+        await client.close()
+
+
+async def test_question_for_another_model_is_refused(tmp_path: Path) -> None:
+    async with verifier(tmp_path) as there:
+        client = await there.client(model="other")
+        with pytest.raises(UserError, match="big one: the model other is not served here") as refused:
+            await client.write(wish())
+        assert refused.value.remedy == "name one of stand-in"
+        assert not there.target.runs
         await client.close()
 
 
@@ -183,7 +203,7 @@ async def test_a_slow_reader_gets_its_text_and_delays_no_other(tmp_path: Path, m
 
     async with verifier(tmp_path) as there:
         slow, other = await there.raw(), await there.client()
-        ask, data = encode_question(wish(400))
+        ask, data = encode_question("stand-in", wish(400))
         slow.send(ask, stream=1)
         slow.send_bulk(memoryview(data), generation=0, stream=1)
         tokens, line = b"", Line(slow)
@@ -203,7 +223,7 @@ async def test_a_client_that_reads_nothing_is_disconnected(tmp_path: Path, monke
     async with verifier(tmp_path, target=ScriptedTarget(pass_s=0.001)) as there:
         stuck = await there.raw()
         for stream in range(1, 5):
-            ask, data = encode_question(wish(580))
+            ask, data = encode_question("stand-in", wish(580))
             stuck.send(ask, stream=stream)
             stuck.send_bulk(memoryview(data), generation=0, stream=stream)
         for _ in range(100):  # it says that it lives, and reads nothing
@@ -273,6 +293,7 @@ def _says(message: Message, stream: int = 1) -> Callable[[Connection], None]:
 
 def _ask(**changed: Any) -> wire.TextQuestion:
     plain: dict[str, Any] = {
+        "model": "stand-in",
         "sizes": [1],
         "roles": [],
         "max_new_tokens": 5,

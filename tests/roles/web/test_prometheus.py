@@ -28,7 +28,7 @@ def _peer(number: int = 1, name: str = "one") -> PeerInfo:
 
 
 SERVING = ServingInfo(
-    id="v", name="v", role="verifier", host="h", port=1, model="m", stats={"alpha": 0.5, "token_ms": 20.0}
+    id="v/m", peer="v", name="v", role="verifier", host="h", port=1, model="m", stats={"alpha": 0.5, "token_ms": 20.0}
 )
 
 
@@ -46,6 +46,7 @@ def test_values_are_in_base_units_and_unknown_ones_left_out() -> None:
     assert values["p2ptrain_job_step_seconds"] == 0.12
     assert values["p2ptrain_peer_send_bytes_per_second"] == 1e6
     assert values["p2ptrain_serving_token_seconds"] == 0.02
+    assert one["p2ptrain_serving_token_seconds"].labels == {"peer": "v", "name": "v", "model": "m"}
     assert one["p2ptrain_job_state"].labels["state"] == "running"
     assert found["p2ptrain_peer_sent_bytes"].type == "counter"
     assert not found["p2ptrain_job_validation_loss"].samples, "unknown"
