@@ -1,9 +1,10 @@
 """The core of a session over a chain of stages: computes passes, even if stages are lost at any time. Pure.
 
-The client *submits* one pass at a time. The *history* is the session's token positions so far. A pass cuts it to its
-first ``keep`` positions, appends token ids, and has a token sampled for each of the last ``samples`` positions.
+The client *submits* passes; up to ``MOST_PASSES`` may be under way, and are answered in order. The *history* is the
+session's token positions so far. A pass cuts it to its first ``keep`` positions, appends token ids, and has a token
+sampled for each of the last ``samples`` positions. ``keep`` may lie within positions of passes under way.
 
-A position is *committed* when its pass was answered and the pass under way does not cut it off. (The word has another
+A position is *committed* when its pass was answered and no pass that was sent cuts it off. (The word has another
 meaning for a training step.) Every stage holds the committed positions. The client keeps the token ids, so a lost stage
 is rebuilt by sending them through the chain again, up to that stage. Stages are numbered from 0. A *seat* number
 identifies a holder of a stage; each new holder gets a higher number.
@@ -20,8 +21,8 @@ which all stages are missing:
     it does not know the epoch, or its link does    Ask resume: cut the history to the committed positions; the answer
       not lead to the next stage's current peer       tells how many it holds (fewer if it was still being rebuilt)
     all are ready, some hold fewer positions than   Send the token ids again, in requests that end at the last such
-      are committed                                   stage; the stages before it compute them again, too
-    all hold the committed positions                Send the pass under way again: RUNNING
+      the first pass under way keeps                  stage; the stages before it compute them again, too
+    all hold these positions                        Send the passes under way again, in order: RUNNING
 
 Repeated requests give the same tokens, because samples are numbered. But a rebuilt stage computed its positions in
 other batches, so a token may differ where rounding decides between two (rare in fp32, not in bf16).
@@ -40,14 +41,15 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, PeerError
+from roles.serving.model import MOST_PASSES
 from wire.chain_messages import MAX_REQUEST_POSITIONS, NEXT_LOST, UNKNOWN_PART, UNKNOWN_SESSION, ChainBroken
 
 TOO_SLOW = "too-slow"
 """Code of ``StageDeclined``, set by the client: no answer came in time."""
 
-CHUNK_AGAIN, WINDOW = 256, 8
-"""Most positions in a request that rebuilds stages, and most of these under way at a time: they flow through the chain
-one after another, so rebuilding takes about as long as the slowest stage needs."""
+CHUNK_AGAIN = 256
+"""Most positions in a request that rebuilds stages. ``MOST_PASSES`` of these are under way at a time: they flow through
+the chain one after another, so rebuilding takes about as long as the slowest stage needs."""
 ANSWER_S, POSITION_S = 120.0, 0.2
 """Deadline of an answer, and what each position ahead of it adds (long prompts of a large model on slow processors).
 Lost peers are detected by a closed connection or by silence instead."""
@@ -235,7 +237,7 @@ class ChainPhase(Enum):
 
 @dataclass(slots=True)
 class ForwardWork:
-    """A forward request: the pass, or one that rebuilds stages.
+    """A forward request: a pass, or one that rebuilds stages.
 
     Attributes:
         last: the stage at which it ends.
@@ -282,8 +284,8 @@ class ChainSessionCore:
 
     Attributes:
         ids: token ids of all answered positions.
-        current: the pass under way.
-        awaited: requests of this epoch, in order: those that rebuild stages, or, when RUNNING, the pass.
+        passes: passes under way, in order.
+        awaited: requests of this epoch, in order: those that rebuild stages, or, when RUNNING, the passes.
     """
 
     def __init__(self, seats: Sequence[int], now: float) -> None:
@@ -292,7 +294,7 @@ class ChainSessionCore:
         self.epoch = 1
         self.phase = ChainPhase.MENDING
         self.ids: list[int] = []
-        self.current: ForwardWork | None = None
+        self.passes: deque[ForwardWork] = deque()
         self.awaited: deque[ForwardWork] = deque()
         self.last_number = 0
         self._prefilled = bytearray()  # 1 for each answered position of a prompt
@@ -307,9 +309,13 @@ class ChainSessionCore:
 
     @property
     def committed(self) -> int:
-        """Positions that every stage holds, unless it was lost since, and that the pass under way does not cut off."""
-        current = self.current
-        return len(self.ids) if current is None or current.sent_at is None else min(len(self.ids), current.work.keep)
+        """Positions that every stage holds, unless it was lost since, and that no pass that was sent cuts off."""
+        return min([len(self.ids), *(each.work.keep for each in self.passes if each.sent_at is not None)])
+
+    @property
+    def _needed(self) -> int:
+        """Positions that every stage must hold before the passes under way can be computed."""
+        return self.passes[0].work.keep if self.passes else len(self.ids)
 
     def next_deadline(self) -> float | None:
         """Time at which ``Tick`` is due if no event comes first. None: no answer to a forward request is awaited (an
@@ -320,8 +326,8 @@ class ChainSessionCore:
         """Process ``event``.
 
         Raises:
-            ValueError: an invalid ``PassSubmitted``: no ids, too many, ``keep`` beyond the history, or a pass is under
-                way.
+            ValueError: an invalid ``PassSubmitted``: no ids, too many, ``keep`` beyond the history that the passes
+                under way leave, or too many of these.
         """
         out: list[ChainInstruction] = []
         if self.phase is ChainPhase.ENDED:
@@ -361,12 +367,13 @@ class ChainSessionCore:
     def _submit(self, event: PassSubmitted) -> None:
         if not 0 < len(event.ids) <= MAX_REQUEST_POSITIONS:
             raise ValueError(f"a forward request has 1 to {MAX_REQUEST_POSITIONS} positions, not {len(event.ids)}")
-        rows = max(event.samples, len(event.targets))
-        if not 0 <= event.keep <= len(self.ids) or not 0 <= rows <= len(event.ids) or event.sample_index < 0:
-            raise ValueError(f"invalid pass: it keeps {event.keep} of {len(self.ids)} positions")
-        if self.current is not None:
-            raise ValueError("a pass of this session is under way already")
-        self.current = ForwardWork(event, len(self._stages) - 1)
+        rows, last = max(event.samples, len(event.targets)), self.passes[-1].work if self.passes else None
+        size = last.keep + len(last.ids) if last is not None else len(self.ids)
+        if not 0 <= event.keep <= size or not 0 <= rows <= len(event.ids) or event.sample_index < 0:
+            raise ValueError(f"invalid pass: it keeps {event.keep} of {size} positions")
+        if len(self.passes) >= MOST_PASSES:
+            raise ValueError(f"{len(self.passes)} passes of this session are under way already")
+        self.passes.append(ForwardWork(event, len(self._stages) - 1))
 
     def _take_samples(self, event: SamplesArrived, now: float, out: list[ChainInstruction]) -> None:
         if event.epoch != self.epoch or not self.awaited:
@@ -381,18 +388,18 @@ class ChainSessionCore:
             return
         self.awaited.popleft()
         self._stalls = 0
+        if self.awaited:  # the next request had to wait for this one
+            following = self.awaited[0]
+            following.due = max(following.due, now + _patience_s(len(following.work.ids)))
+        work = request.work
         if self.phase is not ChainPhase.RUNNING:
-            if self.awaited:  # the next request had to wait for this one
-                following = self.awaited[0]
-                following.due = max(following.due, now + _patience_s(len(following.work.ids)))
-            else:
-                for stage in self._stages[: request.last + 1]:
-                    stage.has = self.committed
+            for stage in self._stages[: request.last + 1]:
+                stage.has = work.keep + len(work.ids)
             return
         self._setbacks = 0
         for stage in self._stages:
             stage.failures = 0
-        work, self.current = request.work, None
+        self.passes.popleft()
         del self.ids[work.keep :], self._prefilled[work.keep :]
         self.ids += work.ids
         self._prefilled += bytes([work.prefill]) * len(work.ids)
@@ -454,8 +461,8 @@ class ChainSessionCore:
     def _begin_mending(self, now: float) -> None:
         self.epoch += 1
         self.awaited.clear()
-        if self.current is not None:
-            self.current.mended = True
+        for each in self.passes:
+            each.mended = True
         if self._mending_since is None:
             self._mending_since = now
         self.phase = ChainPhase.MENDING
@@ -513,9 +520,10 @@ class ChainSessionCore:
             self._connect(out)
             if all(self._ready(index) for index in range(len(self._stages))):
                 self._rebuild_or_run(now, out)
-        if self.phase is ChainPhase.RUNNING and self.current is not None and not self.awaited:
-            self.current.due = 0.0
-            self.awaited.append(self.current)
+        if self.phase is ChainPhase.RUNNING:
+            for each in list(self.passes)[len(self.awaited) :]:
+                each.due = 0.0
+                self.awaited.append(each)
         self._send_all(now, out)
 
     def _next_seat(self, index: int) -> int:
@@ -542,21 +550,22 @@ class ChainSessionCore:
             out.append(stage.ask)
 
     def _rebuild_or_run(self, now: float, out: list[ChainInstruction]) -> None:
-        lacking = [index for index, stage in enumerate(self._stages) if stage.has < self.committed]
+        if self.awaited:
+            return
+        lacking = [index for index, stage in enumerate(self._stages) if stage.has < self._needed]
         if lacking:
-            if not self.awaited:
-                self.awaited.extend(self._again(lacking[-1]))
+            self.awaited.extend(self._again(lacking[-1]))
             return
         assert self._mending_since is not None
         out.append(SessionReady(tuple(self._lost.items()), now - self._mending_since))
         self.phase, self._mending_since, self._lost = ChainPhase.RUNNING, None, {}
 
     def _again(self, last: int) -> list[ForwardWork]:
-        """Requests that send the committed positions to stages [0, last] again. None mixes prompt and generated ids."""
+        """Requests that send positions to stages [0, last] again. None mixes ids of the prompt and generated ones."""
         requests: list[ForwardWork] = []
-        start = 0
-        while start < self.committed:
-            end = min(start + CHUNK_AGAIN, self.committed)
+        start = min(stage.has for stage in self._stages[: last + 1])
+        while start < self._needed:
+            end = min(start + CHUNK_AGAIN, self._needed)
             prefill = self._prefilled[start]
             if (other := self._prefilled.find(not prefill, start, end)) >= 0:
                 end = other
@@ -566,7 +575,7 @@ class ChainSessionCore:
 
     def _send_all(self, now: float, out: list[ChainInstruction]) -> None:
         ahead = 0
-        for request in list(self.awaited)[:WINDOW]:
+        for request in list(self.awaited)[:MOST_PASSES]:
             ahead += len(request.work.ids)
             if request.due:
                 continue

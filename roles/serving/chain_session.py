@@ -1,7 +1,7 @@
 """The shell of one session over a chain of stages: carries out the instructions of its core, ``chain_core``.
 
-One pass is under way at a time: a chunk of a prompt, a token, or a token and drafts. The next pass's ``keep`` cuts off
-wrong drafts.
+A pass is a chunk of a prompt, a token, or drafts. Several are under way, one after the other in the chain. The next
+pass's ``keep`` cuts off wrong drafts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from p2ptrain.core.world import World
 from roles.background import Background
 from roles.serving import chain_core as ev
 from roles.serving.chain_core import ChainSessionCore
-from roles.serving.model import PassRequest, PassResult
+from roles.serving.model import MOST_PASSES, PassRequest, PassResult
 from roles.serving.worker_peer import WorkerPeer
 from wire.chain_messages import NEXT_LOST, ChainBroken, ForwardRequest, Sampled
 
@@ -89,6 +89,8 @@ class ChainSession:
         mendings: as in ``ChainTimes``, of this session.
     """
 
+    most_passes = MOST_PASSES
+
     def __init__(
         self,
         chain: SeatedChain,
@@ -103,7 +105,7 @@ class ChainSession:
         self.mendings: list[tuple[str, float]] = []
         self._chain, self._opening, self._now = chain, opening, world.clock.now
         self._core = ChainSessionCore(seats, self._now())
-        self._answer: asyncio.Future[ev.PassAnswered] | None = None  # of the pass under way
+        self._answers: deque[asyncio.Future[ev.PassAnswered]] = deque()  # of the passes under way
         self._pending: deque[ev.ChainEvent] = deque()
         self._news = asyncio.Event()
         self._opened = False
@@ -121,7 +123,7 @@ class ChainSession:
 
         Raises:
             UserError: more positions than the session was opened for.
-            ValueError: ``keep`` is beyond the history, there are too many ids or samples, or a pass is under way.
+            ValueError: ``keep`` is beyond the history, or there are too many ids, samples, or passes under way.
             NetworkError: a stage was lost and cannot be replaced.
         """
         if request.stop > self._opening["positions"]:
@@ -134,8 +136,8 @@ class ChainSession:
         prefill = request.keep < self.sample_from
         index = request.sample_index(self.sample_from)
         self.event(ev.PassSubmitted(request.ids, request.keep, request.samples, index, prefill, request.targets))
-        answer = self._answer = asyncio.get_running_loop().create_future()
-        answered = await answer  # the core ends this wait: each of its waits has a deadline
+        self._answers.append(asyncio.get_running_loop().create_future())
+        answered = await self._answers[-1]  # the core ends this wait: each of its waits has a deadline
         result = PassResult(answered.tokens, answered.took_s, answered.spent_us, answered.mended, answered.scores)
         self._chain.times.add(result, prefill=prefill)
         return result
@@ -145,7 +147,7 @@ class ChainSession:
             return
         self._closed = True
         self.event(ev.Tick(end=True))
-        self._fail_pass(ConnectionLost("this session was closed meanwhile", remedy="open another session"))
+        self._fail_passes(ConnectionLost("this session was closed meanwhile", remedy="open another session"))
         if self._timer is not None:
             self._timer.cancel()
         await self._tasks.stop()
@@ -162,7 +164,7 @@ class ChainSession:
 
     def fail(self, error: BaseException) -> None:
         self._error = self._error or NetworkError(f"this client failed: {type(error).__name__}: {error}")
-        self._fail_pass(self._failure())
+        self._fail_passes(self._failure())
 
     def event(self, event: ev.ChainEvent) -> None:
         self._pending.append(event)
@@ -219,8 +221,9 @@ class ChainSession:
                 case ev.StageReplace(stage, seat, reason):
                     self._chain.replace(self, stage, seat, reason)
                 case ev.PassAnswered():
-                    if self._answer is not None and not self._answer.done():
-                        self._answer.set_result(instruction)
+                    answer = self._answers.popleft()
+                    if not answer.done():  # its caller was cancelled
+                        answer.set_result(instruction)
                 case ev.SessionReady(lost, took_s):
                     self._opened = True
                     if lost:
@@ -230,7 +233,7 @@ class ChainSession:
                     self._news.set()
                 case ev.SessionFailed(error):
                     self._error = error
-                    self._fail_pass(self._failure())
+                    self._fail_passes(self._failure())
 
     def _send(self, send: ev.ForwardSend) -> None:
         peer = self._chain.peer_in(0, send.seat)
@@ -272,9 +275,10 @@ class ChainSession:
             return "session.resume", params | {"keep": asked.keep}
         return "session.open", params | self._opening | {"part": self._chain.part_of(asked.stage)}
 
-    def _fail_pass(self, problem: NetworkError) -> None:
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(problem)
+    def _fail_passes(self, problem: NetworkError) -> None:
+        for answer in self._answers:
+            if not answer.done():
+                answer.set_exception(problem)
         self._news.set()
 
     def _set_timer(self) -> None:

@@ -197,6 +197,7 @@ class LocalSession:
     """
 
     lost = False  # only a pass can fail, and its caller gets the error
+    most_passes = 1  # one thread computes them
 
     def __init__(self, model: LocalModel, name: str, sample_from: int, priority: int) -> None:
         self.sample_from = sample_from

@@ -5,10 +5,16 @@
 The text is the model's alone. Each pass takes the last token and any drafts after it, and samples after each of them.
 The first sample is right whatever the drafts are. A later sample is right if all drafts before it equal the samples
 before it. So the text is that of plain decoding, whatever is drafted; drafts decide only how much of it a pass gives.
+
+Where several passes may be under way, a pass may begin before the one before it is answered. It has the drafts after
+those of that pass: its first draft stands for that pass's last sample. When a pass is answered and the text does not
+continue as the next one assumes, all passes under way are *stale*: their samples are dropped as they come, and the
+next pass cuts the history off where the text ends.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Protocol
@@ -57,12 +63,15 @@ class ModelSession(Protocol):
     """One history of tokens, with its cache.
 
     Attributes:
+        most_passes: passes that may be under way at a time; 1 if a second one would only wait for the first.
         sample_from: position of the first new token, which is the length of the prompt. A session that is used again
             gets another one.
     """
 
     sample_from: int
 
+    @property
+    def most_passes(self) -> int: ...
     @property
     def lost(self) -> bool:
         """The session has failed, in use or not, and can only be closed."""
@@ -112,6 +121,8 @@ class ServedModel(Protocol):
 
 SHARED_CHUNK = 256
 """Positions of prompts in one pass while other texts wait for their next token."""
+MOST_PASSES = 8
+"""Most passes of a session that may be under way at a time."""
 PLACES = 16
 """Places in a pass that have counters of their own."""
 
@@ -152,13 +163,15 @@ class PassOutcome:
     """What a pass gave.
 
     Attributes:
-        tokens: new tokens of the text. drafts: in the pass. accepted: right ones, from the first on.
+        tokens: new tokens of the text. rows: positions in the pass. drafts: of these. accepted: right drafts, from the
+            first on; 0 if the pass was stale.
         since_s: time since the previous result. prefill: the pass computed positions of the prompt.
     """
 
     tokens: tuple[int, ...]
     took_s: float
     since_s: float
+    rows: int
     drafts: int = 0
     accepted: int = 0
     prefill: bool = False
@@ -171,6 +184,7 @@ class Decoding:
         ids: the prompt.
         max_new_tokens, stop_ids: the text ends after so many tokens, or after one of these.
         cached: positions of the prompt that the session has already; the last position is always computed.
+        most_passes: as of ``ModelSession``.
 
     Attributes:
         ids: the prompt and the new tokens. prompt_tokens: length of the prompt.
@@ -179,7 +193,13 @@ class Decoding:
     """
 
     def __init__(
-        self, ids: Sequence[int], *, max_new_tokens: int, stop_ids: Collection[int] = (), cached: int = 0
+        self,
+        ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        stop_ids: Collection[int] = (),
+        cached: int = 0,
+        most_passes: int = 1,
     ) -> None:
         if not ids or max_new_tokens < 1:
             raise ValueError("a generation needs a prompt and at least one new token")
@@ -191,7 +211,9 @@ class Decoding:
         self._stop = len(ids) + max_new_tokens
         self._stop_ids = frozenset(stop_ids)
         self._cached = min(cached, len(ids) - 1)
-        self._pass: PassRequest | None = None
+        self._most_passes = most_passes
+        self._passes: deque[tuple[PassRequest, int]] = deque()  # under way, each with its number of drafts
+        self._stale = 0  # so many of these are, the first ones
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -202,35 +224,71 @@ class Decoding:
         return len(self.ids) == self.prompt_tokens
 
     @property
+    def assumed(self) -> list[int]:
+        """The drafts after the text in passes under way that are not stale: the next pass continues them."""
+        positions = [token for request, _ in list(self._passes)[self._stale :] for token in request.ids]
+        return [] if self.in_prompt else positions[1:]
+
+    @property
+    def _next(self) -> int:
+        """Position at which the next pass begins."""
+        if len(self._passes) > self._stale:
+            return self._passes[-1][0].stop
+        return self._cached if self.in_prompt else len(self.ids) - 1
+
+    @property
+    def may_begin(self) -> bool:
+        """Another pass may begin: too few are under way, and in the prompt positions are left."""
+        return len(self._passes) < self._most_passes and not (self.in_prompt and self._next == self.prompt_tokens)
+
+    @property
+    def needs_drafts(self) -> bool:
+        """The next pass consists of drafts: the text is not known so far."""
+        return self._next >= len(self.ids)
+
+    @property
     def draft_room(self) -> int:
-        """Most drafts that the next pass can use: it gives one token more than it has right drafts."""
-        return self._stop - len(self.ids) - 1
+        """Most drafts that the next pass can use: its last sample is the last token of the text."""
+        return self._stop - 1 - max(self._next, len(self.ids))
 
     def next_pass(self, drafts: Sequence[int] = (), *, chunk: int = MAX_REQUEST_POSITIONS) -> PassRequest:
-        """The next pass: ``chunk`` positions of the prompt at most; then the last token and ``drafts``."""
-        if self.in_prompt:
-            stop = min(self._cached + chunk, self.prompt_tokens)
-            self._pass = PassRequest(
-                self._cached, tuple(self.ids[self._cached : stop]), int(stop == self.prompt_tokens)
-            )
-        else:
-            self._pass = PassRequest(len(self.ids) - 1, (self.ids[-1], *drafts), len(drafts) + 1)
-        return self._pass
+        """The next pass: ``chunk`` positions of the prompt at most; then the last token and ``drafts``, or only these.
+        Raises ``ValueError``: it has no positions."""
+        start = self._next
+        stop = start + chunk if self.in_prompt else len(self.ids)
+        ids = (*self.ids[start:stop], *drafts)
+        if not ids:
+            raise ValueError("the next pass needs drafts")
+        samples = len(ids) if not self.in_prompt else int(start + len(ids) == self.prompt_tokens)
+        self._passes.append((PassRequest(start, ids, samples), len(drafts)))
+        return self._passes[-1][0]
 
     def take_samples(self, samples: Sequence[int], took_s: float, now: float) -> PassOutcome:
-        """Take the samples of the pass under way. Raises ``ValueError``: they are not as many as it has."""
-        asked, self._pass = self._pass, None
-        if asked is None or len(samples) != asked.samples:
+        """Take the samples of the oldest pass under way. Raises ``ValueError``: they are not as many as it has."""
+        asked, drafts = self._passes.popleft() if self._passes else (PassRequest(0, ()), 0)
+        rows = len(asked.ids)
+        if not rows or len(samples) != asked.samples:
             raise ValueError(f"unexpected result of a pass: {len(samples)} sampled tokens")
         since_s, self.result_at = now - self.result_at, now
         if self.in_prompt:
             self._cached = asked.stop
-            return PassOutcome(self._grow(samples), took_s, since_s, prefill=True)
-        drafts = asked.ids[1:]
-        accepted = next((at for at, token in enumerate(drafts) if token != samples[at]), len(drafts))
-        tokens = self._grow(samples[: accepted + 1])
-        self._count(len(drafts), accepted, min(took_s, since_s))
-        return PassOutcome(tokens, took_s, since_s, len(drafts), accepted)
+            return PassOutcome(self._grow(samples), took_s, since_s, rows, prefill=True)
+        tokens: tuple[int, ...] = ()
+        accepted = 0
+        if is_stale := self._stale > 0:
+            self._stale -= 1
+        else:
+            right = next((at for at, token in enumerate(asked.ids[1:]) if token != samples[at]), rows - 1)
+            tokens = self._grow(samples[: right + 1])
+            accepted = right + drafts - (rows - 1)  # if the first position is a draft, it was right
+            if self._passes and not self._continues(self._passes[0][0]):
+                self._stale = len(self._passes)
+        # The first draft of a stale pass was judged if all drafts before it were right.
+        self._count(drafts, accepted, min(took_s, since_s), judged=not is_stale or asked.keep == len(self.ids) - 1)
+        return PassOutcome(tokens, took_s, since_s, rows, drafts, accepted)
+
+    def _continues(self, request: PassRequest) -> bool:
+        return request.keep == len(self.ids) - 1 and request.ids[0] == self.ids[-1]
 
     def _grow(self, samples: Sequence[int]) -> tuple[int, ...]:
         size = len(self.ids)
@@ -245,17 +303,19 @@ class Decoding:
         self.stats.tokens += len(self.ids) - size
         return tuple(self.ids[size:])
 
-    def _count(self, tried: int, accepted: int, took_s: float) -> None:
+    def _count(self, tried: int, accepted: int, took_s: float, *, judged: bool) -> None:
         stats = self.stats
         stats.passes += 1
         stats.self_steps += not tried
         stats.verified += tried
         stats.accepted += accepted
         stats.verify_s += took_s
-        for place in range(min(accepted + 1, tried, PLACES)):
+        for place in range(min(accepted + 1, tried, PLACES) if judged else 0):
             stats.tried_at[place] += 1
             stats.accepted_at[place] += place < accepted
 
     def validate(self) -> None:
         assert self.prompt_tokens <= len(self.ids) <= self._stop
         assert self.ended or len(self.ids) < self._stop
+        assert self._stale <= len(self._passes) <= self._most_passes
+        assert self.ended or self._stale or not self.assumed or self._continues(self._passes[0][0])

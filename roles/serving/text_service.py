@@ -1,14 +1,15 @@
 """The ``TextService`` over a model of this process or of its workers.
 
-A ``TextSession`` is one text under way: it has its passes computed one after another, and yields pieces of text as they
-come. While the pieces are not read, the next pass waits. So a slow reader delays only its own text, and memory stays
-bounded. What the model computed for a conversation stays for a while in ``IdleSessions``, so that the next question
+A ``TextSession`` is one text under way: it has its passes computed in order, and yields pieces of text as they come.
+While the pieces are not read, the next pass waits. So a slow reader delays only its own text, and memory stays bounded.
+What the model computed for a conversation stays for a while in ``IdleSessions``, so that the next question
 does not compute it again.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +21,7 @@ from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, Refused, Resou
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.world import World
 from roles.background import Background
-from roles.serving.model import SHARED_CHUNK, Decoding, ModelSession, PassOutcome, ServedModel
+from roles.serving.model import SHARED_CHUNK, Decoding, ModelSession, PassOutcome, PassRequest, PassResult, ServedModel
 from roles.serving.text_stats import DrafterFacts, TextStats, TextSums, sums_of
 from roles.serving.texts import TextPiece, TextRequest, Writing, report_defect
 from wire.chain_messages import MAX_REQUEST_POSITIONS
@@ -37,8 +38,9 @@ READER_S = 120.0
 class DraftSource(Protocol):
     """Drafts for one text, from drafters that come and go. Only ``next_drafts`` waits; nothing raises."""
 
-    async def next_drafts(self) -> Sequence[int]:
-        """The drafts for the next pass. Waits for them as long as that saves time, and until ``close`` at most."""
+    async def next_drafts(self, answer: asyncio.Future[PassResult] | None) -> Sequence[int] | None:
+        """The drafts for the next pass; None: ``answer``, of the oldest pass under way, is there. Waits for drafts as
+        long as that saves time, and until ``close`` at most."""
 
     def end_pass(self, outcome: PassOutcome) -> None:
         """The model has computed a pass, and the text has grown."""
@@ -79,7 +81,7 @@ class TextSession(Writing):
         self._drafts: DraftSource | None = None
         self._taken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._is_computing = False
+        self._answers: deque[tuple[float, asyncio.Task[PassResult]]] = deque()  # when each pass was due
 
     def begin(self, drafts: DraftSource | None) -> None:
         """Start computing. ``drafts``: None: the model writes alone."""
@@ -123,7 +125,13 @@ class TextSession(Writing):
     async def _write(self) -> None:
         try:
             while not self._is_over():
-                await self._compute_pass()
+                if (request := await self._next_pass()) is not None:
+                    due = self._now()
+                    await self._room_for_pieces()
+                    if not self._is_over():
+                        self._answers.append((due, asyncio.create_task(self._session.append(request), name="pass")))
+                else:
+                    await self._take_answer()
         except P2PTrainError as error:
             self._fail(error)
         except Exception as mistake:  # a defect of this program: the reader gets the error  # noqa: BLE001
@@ -131,21 +139,25 @@ class TextSession(Writing):
         finally:
             self._leave()
 
-    async def _compute_pass(self) -> None:
-        drafts = await self._drafts.next_drafts() if self._drafts is not None else ()
-        request = self.decoding.next_pass(drafts, chunk=self._chunk())
-        asked_at = self._now()
-        await self._room_for_pieces()
-        if self._is_over():
-            return
-        self._is_computing = True
-        result = await self._session.append(request)
-        self._is_computing = False
+    async def _next_pass(self) -> PassRequest | None:
+        """The pass that begins now; None: the oldest one under way ends first."""
+        decoding, drafts = self.decoding, self._drafts
+        found: Sequence[int] | None = ()
+        if drafts is not None and decoding.may_begin:
+            found = await drafts.next_drafts(self._answers[0][1] if self._answers else None)
+        elif not decoding.may_begin or decoding.needs_drafts:
+            found = None
+        return decoding.next_pass(found, chunk=self._chunk()) if found is not None else None
+
+    async def _take_answer(self) -> None:
+        due, answer = self._answers[0]
+        result = await answer
+        self._answers.popleft()
         if self._is_over():
             return
         now = self._now()
         outcome = self.decoding.take_samples(result.tokens, result.took_s, now)
-        self._stats.add_pass(now - asked_at, result.took_s, prefill=outcome.prefill)
+        self._stats.add_pass(now - due, result.took_s, prefill=outcome.prefill)
         self._add_piece(outcome.tokens)
         if self._drafts is not None:
             self._drafts.end_pass(outcome)
@@ -194,7 +206,10 @@ class TextSession(Writing):
             self._drafts.close()
 
     def _leave(self) -> None:
-        is_usable = self._error is None and not self._is_computing and bool(self.decoding.tokens)
+        is_usable = self._error is None and not self._answers and bool(self.decoding.tokens)
+        for _, answer in self._answers:
+            answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # so that asyncio does not warn
+            answer.cancel()
         self.ended = self.ended or ("" if self._error is not None else "cancelled")
         self._stop_waiting()
         self._on_end(self, is_usable)
@@ -349,11 +364,13 @@ class ModelTextService:
         prepared = await self._thread.submit(partial(self._prepare_ids, request))
         opened = await self._open(prepared)
         opened.session.sample_from = len(prepared.ids)
+        most_passes = opened.session.most_passes
         decoding = Decoding(
             prepared.ids,
             max_new_tokens=prepared.max_new_tokens,
             stop_ids=prepared.writer.end_tokens,
             cached=opened.cached,
+            most_passes=most_passes,
         )
 
         def end(session: TextSession, is_usable: bool) -> None:
@@ -369,7 +386,8 @@ class ModelTextService:
             prepared.writer,
             cached=opened.cached,
             left_out=prepared.left_out,
-            chunk=lambda: MAX_REQUEST_POSITIONS if len(self._texts) <= 1 else SHARED_CHUNK,
+            # A chain computes several chunks at a time, each in another stage.
+            chunk=lambda: MAX_REQUEST_POSITIONS if len(self._texts) <= 1 and most_passes == 1 else SHARED_CHUNK,
             now=self._now,
             on_end=end,
         )

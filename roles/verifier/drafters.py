@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 
 from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ProtocolError, Refused, UserError
@@ -23,7 +24,7 @@ from roles.background import Background
 from roles.drafter.drafting import DraftVerdict, pack_tokens, refused_untrusted, tokens_untrusted
 from roles.gauges import MovingAverage
 from roles.line import QUIET_S, Line
-from roles.serving.model import PassOutcome
+from roles.serving.model import PassOutcome, PassResult
 from roles.serving.text_stats import DrafterFacts
 from roles.serving.worker_peer import ClientContext
 from roles.verifier.cost_model import DrafterModel
@@ -359,16 +360,18 @@ class TextDrafts:
 
     # ----------------------------------------------------------------------------------------------------- for the text
 
-    async def next_drafts(self) -> Sequence[int]:
-        while not self._closed:
+    async def next_drafts(self, answer: asyncio.Future[PassResult] | None) -> Sequence[int] | None:
+        if answer is not None:
+            answer.add_done_callback(lambda _: self._news.set())
+        while not self._closed and not (answer is not None and answer.done()):
             drafts, wait_s = self._core.next_drafts(self._now())
             if wait_s <= 0:
                 return drafts
             self._news.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
+                async with asyncio.timeout(wait_s if wait_s < inf else None):
                     await self._news.wait()
-        return ()
+        return None if answer is not None else ()
 
     def end_pass(self, outcome: PassOutcome) -> None:
         now = self._now()

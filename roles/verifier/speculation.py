@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
+from math import inf
 
 from p2ptrain.core.errors import ProtocolError
 from roles.drafter.drafting import GROUP, DraftVerdict
@@ -254,9 +255,12 @@ class Speculation:
         line.wasted = 0
 
     def next_drafts(self, now: float) -> tuple[tuple[int, ...], float]:
-        """The drafts of the next pass, and 0.0; or no drafts, and how long to wait before the next call."""
+        """The drafts of the next pass, and 0.0; or no drafts, and how long to wait before the next call, if neither
+        drafts nor an answer come before."""
         if self.decoding.in_prompt:
             return (), 0.0
+        if self.decoding.needs_drafts:
+            return (), inf
         count, wait_s = self._choose(now)
         if wait_s > 0:
             return (), wait_s

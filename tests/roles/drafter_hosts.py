@@ -295,7 +295,7 @@ async def write(
     drafts = TextDrafts(source, core, positions=len(prompt) + tokens, sampling=sampling, now=now)
     ends: list[float] = []
     while not decoding.ended:
-        request = decoding.next_pass(await drafts.next_drafts())
+        request = decoding.next_pass(await drafts.next_drafts(None) or ())
         half_s = (pass_s + row_s * (len(request.ids) - 1)) / 2
         await asyncio.sleep(half_s)
         took_s = 2 * half_s * slowed()

@@ -59,9 +59,9 @@ async def test_the_tokens_are_those_of_plain_decoding(scene: Scene, sampling: Sa
     wanted = tokens_of(CONFIG, PROMPT, 30, sampling)
     async with scene.chain(stages=stages) as chain:
         assert (chain.vocab_size, chain.context, chain.dtype) == (97, 6000, "fp32")
-        for drafts in (0, 1, 4, 16):
+        for drafts, passes in ((0, 1), (1, 1), (4, 3), (16, 1), (2, 8)):
             session = await open_session(chain, sampling)
-            made = await decode(session, PROMPT, wanted, drafts=drafts, seed=drafts, chunk=2)
+            made = await decode(session, PROMPT, wanted, drafts=drafts, seed=drafts, chunk=2, passes=passes)
             assert bool(made.stats.accepted) == bool(drafts)
             await session.close()
     await asyncio.sleep(1)  # virtual: what was told of their ends arrives
@@ -80,7 +80,10 @@ def validate(core: ChainSessionCore) -> None:
     numbers = [request.number for request in core.awaited if request.due]
     assert numbers == sorted(set(numbers))
     assert not numbers or numbers[-1] <= core.last_number
-    assert core.current is None or core.current.work.keep <= len(core.ids), "a pass keeps more than there is"
+    size = len(core.ids)
+    for each in core.passes:
+        assert each.work.keep <= size, "a pass keeps more than there is"
+        size = each.work.keep + len(each.work.ids)
     for index, stage in enumerate(core._stages):
         assert stage.epoch <= core.epoch
         assert stage.seat >= 0 or not (stage.opened or stage.ask)
@@ -88,7 +91,8 @@ def validate(core: ChainSessionCore) -> None:
             assert core._ready(index)
     assert (core._mending_since is None) == (core.phase is ChainPhase.RUNNING) or core.phase is ChainPhase.ENDED
     if core.phase is ChainPhase.RUNNING:
-        assert core.current is None or core.current.due, "a pass waits without a deadline"
+        assert core.awaited == core.passes
+        assert all(each.due for each in core.passes), "a pass waits without a deadline"
 
 
 @pytest.fixture
@@ -122,7 +126,10 @@ async def decode_amid(
             asyncio.get_running_loop().call_later(at_s, happens, scene)
         session = await open_session(chain)
         wanted = tokens_of(CONFIG, prompt, 12, SAMPLED)
-        await decode(session, prompt, wanted, drafts=drafts, right=0.8, seed=rng.randrange(99), chunk=CHUNK)
+        passes = rng.randrange(1, 5)
+        await decode(
+            session, prompt, wanted, drafts=drafts, right=0.8, seed=rng.randrange(99), chunk=CHUNK, passes=passes
+        )
         await session.close()
         return len(session.mendings)
 

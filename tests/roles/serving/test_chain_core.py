@@ -137,3 +137,42 @@ def test_a_peer_that_sends_an_invalid_answer_is_replaced(tokens: tuple[int, ...]
     assert [item for item in out if isinstance(item, ev.StageReplace)] == [
         ev.StageReplace(1, 1, f"it sent an invalid answer to request {send.number}")
     ]
+
+
+def forwarded(instructions: list[ev.ChainInstruction]) -> list[tuple[int, tuple[int, ...], int]]:
+    return [(x.work.keep, x.work.ids, x.number) for x in instructions if isinstance(x, ev.ForwardSend)]
+
+
+def test_passes_under_way_are_sent_at_once_and_answered_in_order() -> None:
+    core = running(1)
+    sent = []
+    for keep, ids in ((0, (5, 6)), (2, (7,)), (1, (8,))):  # the last one cuts both off
+        sent += forwarded(core.handle(ev.PassSubmitted(ids, keep, 1, 0), 0.0))
+    assert [(keep, ids) for keep, ids, _ in sent] == [(0, (5, 6)), (2, (7,)), (1, (8,))]
+    with pytest.raises(ValueError, match="keeps 3 of 2"):
+        core.handle(ev.PassSubmitted((9,), 3, 1, 0), 0.0)
+    for (_, _, number), token, ids in zip(sent, (1, 2, 3), ([5, 6], [5, 6, 7], [5, 8]), strict=True):
+        (answer,) = core.handle(ev.SamplesArrived(1, number, (token,), (1,)), 0.0)
+        assert isinstance(answer, ev.PassAnswered)
+        assert (answer.tokens, core.ids) == ((token,), ids)
+    for _ in range(ev.MOST_PASSES):
+        core.handle(ev.PassSubmitted((9,), 0, 1, 0), 0.0)
+    with pytest.raises(ValueError, match="under way already"):
+        core.handle(ev.PassSubmitted((9,), 0, 1, 0), 0.0)
+
+
+def test_passes_under_way_are_sent_again_after_what_the_first_of_them_keeps() -> None:
+    """The last pass cuts off what the first one needs: it is computed again, too."""
+    core = running(1)
+    (first,) = forwarded(core.handle(ev.PassSubmitted((1, 2, 3, 4), 0, 1, 0), 0.0))
+    core.handle(ev.SamplesArrived(1, first[2], (9,), (1,)), 0.0)
+    for keep, ids in ((4, (5, 6)), (2, (7,))):
+        core.handle(ev.PassSubmitted(ids, keep, 1, 0), 0.0)
+    assert core.committed == 2
+    (asked,) = asks_of(core.handle(ev.StageBroken(0, ChainBroken("", 1, 1, ev.NEXT_LOST, "cut")), 1.0))
+    assert asked.keep == 2
+    (again,) = forwarded(core.handle(ev.StageAnswered(0, asked.ask, 2), 1.0))
+    assert again[:2] == (2, (3, 4))
+    out = core.handle(ev.SamplesArrived(2, again[2], (), (1,)), 1.0)
+    assert [send[:2] for send in forwarded(out)] == [(4, (5, 6)), (2, (7,))]
+    assert core.phase is ChainPhase.RUNNING

@@ -94,6 +94,8 @@ class ScriptedTarget:
 
 
 class _TargetSession:
+    most_passes = 1
+
     def __init__(self, target: ScriptedTarget, name: str, sample_from: int) -> None:
         self._target, self._name, self.sample_from = target, name, sample_from
 
