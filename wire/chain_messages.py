@@ -5,10 +5,10 @@ it (``roles.serving``, ``roles.worker.stages``). The first column is the purpose
 
     chain         client → stage       Request → Response: part.offer, part.load, part.free, model.open,
                                        model.measure, session.open, session.resume, session.close
-                  client → first stage ForwardRequest, then one bulk frame
-                  stage → client       PartLoading, during part.load; Sampled, from the stage at which a ForwardRequest
-                                       ends; ChainBroken: the next stage is lost, or this one failed
-    stage         stage → next stage   ForwardRequest, then one bulk frame
+                  client → first stage ForwardBatch, then one bulk frame
+                  stage → client       PartLoading, during part.load; SampledBatch, from the stage at which its requests
+                                       end; ChainBroken: the next stage is lost, or this one failed
+    stage         stage → next stage   ForwardBatch, then one bulk frame
     model, give   receiver → sender    TensorsRequest → TensorsPage; RangeRequest → bulk frame | RangeGone
                                        (of weights; model: the receiver dials; give: the sender dials)
     all           both ways            KeepAlive while idle, so that silence means that the peer is dead
@@ -16,8 +16,9 @@ it (``roles.serving``, ``roles.worker.stages``). The first column is the purpose
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import field
-from typing import Annotated
+from typing import Annotated, Protocol, TypeVar
 
 from p2ptrain.core.errors import ProtocolError
 from wire.job_messages import MAX_STAGES
@@ -25,25 +26,27 @@ from wire.messages import Message
 from wire.schema import Amount, Bound, ContentId, Count, Declared, IdOrNone
 
 MAX_REQUEST_POSITIONS = 2048
-"""Most positions in one ``ForwardRequest``. Longer prompts come as several requests that flow through the chain."""
+"""Most positions in one ``ForwardBatch``. Longer prompts come as several requests that flow through the chain."""
+MAX_BATCH, BATCH_BYTES = 64, 40 << 10
+"""Most requests or results in a message, and the size from which on it takes no further one."""
 NEXT_LOST, UNKNOWN_SESSION, UNKNOWN_PART = "next-stage", "unknown-session", "unknown-part"
 """Codes of refusals and of ``ChainBroken``: the next stage cannot be reached; the session or part is not here."""
 MAX_POSITIONS = 1 << 20
 """Most positions of a session."""
 Positions = Annotated[int, Bound(0, MAX_POSITIONS)]
 CHAIN_STREAM = 1
-"""Stream of the bulk frame after each ``ForwardRequest``. Frames stay in order, so one stream is enough."""
+"""Stream of the bulk frame after each ``ForwardBatch``. Frames stay in order, so one stream is enough."""
 
 
-class ForwardRequest(Message, kind=38):
-    """Client or stage to the next stage: compute more positions of a session. They follow in a bulk frame.
+class ForwardRequest(Declared):
+    """Compute more positions of a session. They follow in the bulk frame of the request's ``ForwardBatch``.
 
     Attributes:
         epoch: rises when the chain is repaired; a stage drops requests of an older epoch.
         number: rises with every request that the client sends, also if it sends one again. ``Sampled`` repeats it.
         keep: before computing, each stage forgets the session's positions from this one on, such as rejected drafts.
         count: positions in the bulk frame.
-        encoding: of the bulk frame (``p2ptrain.core.activations``); to the first stage ``ids`` (int32, little-endian).
+        encoding: of these (``p2ptrain.core.activations``); to the first stage ``ids`` (int32, little-endian).
         last: index of the stage at which the request ends.
         samples: the last stage samples a token after each of this many last positions; 0 if the request ends earlier.
         sample_index: number of the first of these samples in its text; with the session's seed it gives the noise.
@@ -65,10 +68,22 @@ class ForwardRequest(Message, kind=38):
     prefill: bool = False
     targets: Annotated[bytes, Bound(0, 4 * MAX_REQUEST_POSITIONS)] = b""
 
+    @property
+    def encoded_bytes(self) -> int:
+        """About the size in a message."""
+        return 256 + 9 * len(self.spent_us) + len(self.targets)
 
-class Sampled(Message, kind=39):
-    """Stage to client: a ``ForwardRequest`` ended here. ``tokens``: int32, little-endian; empty without samples.
-    ``scores``: the log-probability of each target, fp32, little-endian."""
+
+class ForwardBatch(Message, kind=38):
+    """Client or stage to the next stage: requests of one client's sessions at this stage. One bulk frame follows with
+    the positions of all of them, in this order."""
+
+    requests: Annotated[list[ForwardRequest], Bound(1, MAX_BATCH)]
+
+
+class Sampled(Declared):
+    """A ``ForwardRequest`` ended here. ``tokens``: int32, little-endian; empty without samples. ``scores``: the
+    log-probability of each target, fp32, little-endian."""
 
     session: str
     epoch: int
@@ -80,6 +95,42 @@ class Sampled(Message, kind=39):
     def check(self) -> None:
         if len(self.tokens) % 4 or len(self.scores) % 4:
             raise ProtocolError(f"{len(self.tokens)} bytes of token ids and {len(self.scores)} of scores are not valid")
+
+    count = 0  # no positions follow
+
+    @property
+    def encoded_bytes(self) -> int:
+        return 128 + 9 * len(self.spent_us) + len(self.tokens) + len(self.scores)
+
+
+class SampledBatch(Message, kind=39):
+    """Stage to client: requests of its sessions ended here."""
+
+    results: Annotated[list[Sampled], Bound(1, MAX_BATCH)]
+
+
+class _Batched(Protocol):
+    @property
+    def count(self) -> int: ...
+    @property
+    def encoded_bytes(self) -> int: ...
+
+
+B = TypeVar("B", bound=_Batched)
+
+
+def split_batch(items: Iterable[B]) -> Iterator[list[B]]:
+    """Divide requests or results, in order, into as few lists as fit a message each."""
+    batch, batch_bytes, positions = list[B](), 0, 0
+    for item in items:
+        full = len(batch) == MAX_BATCH or batch_bytes + item.encoded_bytes > BATCH_BYTES
+        if batch and (full or positions + item.count > MAX_REQUEST_POSITIONS):
+            yield batch
+            batch, batch_bytes, positions = [], 0, 0
+        batch.append(item)
+        batch_bytes, positions = batch_bytes + item.encoded_bytes, positions + item.count
+    if batch:
+        yield batch
 
 
 class ChainBroken(Message, kind=41):

@@ -16,10 +16,11 @@ from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.world import World
 from roles.background import Background
+from roles.forward_batch import send_forward
 from roles.line import DIAL_S, QUIET_S, Line
 from roles.seed.peers import host_dialled_from
 from wire.address import advertised_host
-from wire.chain_messages import CHAIN_STREAM, ChainBroken, ForwardRequest, PartLoading, Sampled
+from wire.chain_messages import ChainBroken, ForwardRequest, PartLoading, Sampled, SampledBatch
 from wire.client import PendingCalls
 from wire.connection import Connection, Received
 from wire.handshake import dial, local_hello
@@ -116,7 +117,7 @@ class WorkerPeer:
         self._on_bytes: OnBytes | None = None  # of the load under way
         self._load_due = 0.0  # time by which it must make progress
         self.load_lock = asyncio.Lock()
-        self._closed = False
+        self._outgoing: list[tuple[ForwardRequest, memoryview]] = []
         self._tasks = Background()
         self._receiving = self._tasks.start(self._line.run(self._take_untrusted, self._end), f"peer {worker.name}")
 
@@ -179,10 +180,15 @@ class WorkerPeer:
             await asyncio.gather(asked, return_exceptions=True)
 
     def send_forward(self, work: ForwardRequest, ids: Sequence[int]) -> None:
+        """Send a forward request, in one message with those of other sessions in the same turn of the loop."""
+        if not self._outgoing:
+            asyncio.get_running_loop().call_soon(self._send_outgoing)
+        self._outgoing.append((work, memoryview(encode_ids(ids))))
+
+    def _send_outgoing(self) -> None:
+        work, self._outgoing = self._outgoing, []
         with suppress(ConnectionLost):
-            data = memoryview(encode_ids(ids))
-            self._line.connection.send(work)
-            self._line.connection.send_bulk(data, generation=0, stream=CHAIN_STREAM)
+            send_forward(self._line.connection, work)
 
     def ask_later(self, method: str, params: dict[str, Any], *, timeout_s: float) -> None:
         async def ask() -> None:
@@ -193,7 +199,7 @@ class WorkerPeer:
 
     async def close(self) -> None:
         """Disconnect. Its sessions end there, its parts stay loaded. Never raises; may be called twice."""
-        self._closed = True
+        self.on_lost.clear()
         await self._tasks.settle(timeout_s=0.2, but=self._receiving)  # wait for the last requests
         await self._line.connection.close(timeout_s=0.5)
         await self._tasks.stop()
@@ -208,19 +214,19 @@ class WorkerPeer:
         self.problem = problem
         self._line.connection.abort(problem)
         self._calls.fail_all(self.name)
-        if not self._closed:
-            for notify in list(self.on_lost):
-                notify(self, problem)
+        for notify in list(self.on_lost):
+            notify(self, problem)
 
     def _take_untrusted(self, received: Received) -> None:
         """Raises ``ProtocolError``: no correct worker sends this."""
         match message := received.message:
             case Response():
                 self._calls.resolve(message)
-            case Sampled() | ChainBroken():
-                listener = self.listeners.get(message.session)
-                if listener is not None:  # otherwise the session was closed just now
-                    listener(self, message)
+            case SampledBatch(results):
+                for result in results:
+                    self._notify(result)
+            case ChainBroken():
+                self._notify(message)
             case PartLoading(done_bytes, total_bytes):
                 if self._on_bytes is not None:
                     self._load_due = self._context.world.clock.now() + LOADING_QUIET_S
@@ -229,3 +235,8 @@ class WorkerPeer:
                 raise Refused(message.code, f"{self.name}: {message.message}", remedy=message.remedy)
             case _:
                 raise ProtocolError(f"{self.name} sent an unexpected {type(message).__name__}")
+
+    def _notify(self, message: Sampled | ChainBroken) -> None:
+        listener = self.listeners.get(message.session)
+        if listener is not None:  # otherwise the session was closed just now
+            listener(self, message)

@@ -2,108 +2,68 @@
 
 ``ForwardRequests`` is the shell of the sessions, whose core is ``stage_session``. Sessions with queued requests take
 turns. The engine runs one request at a time on the compute thread. The outputs go to the next stage, or the tokens to
-the client. A session gets no turn while its next stage accepts nothing. When its queue is full, it stops reading, which
-holds back the stage before it.
+the client. A session gets no turn while its next stage accepts nothing. When the queues of a client's sessions at a
+stage are full, the connection from the stage before is not read, which holds that stage back.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from p2ptrain.core.activations import ID_BYTES, IDS, decode_ids, encode_ids
-from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.activations import decode_ids, encode_ids
+from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.serving import Pass, result_of
 from p2ptrain.core.texts import shortened
 from roles.compute_thread import Turns
 from roles.line import Line
 from roles.worker.context import PeerContext
 from roles.worker.part_cache import MAX_SESSIONS, Part, PartCache
+from roles.worker.stage_links import NextStage, StageClient, StageLinks
 from roles.worker.stage_requests import CloseRequest, OpenRequest, PeerAddress, ResumeRequest
-from roles.worker.stage_session import StageSession
+from roles.worker.stage_session import QUEUED_BYTES, QUEUED_FROM_STAGE, StageSession, batch_sizes_untrusted
 from wire.chain_messages import (
     CHAIN_STREAM,
-    MAX_REQUEST_POSITIONS,
     NEXT_LOST,
     UNKNOWN_SESSION,
     ChainBroken,
+    ForwardBatch,
     ForwardRequest,
     Sampled,
+    SampledBatch,
 )
-from wire.connection import Connection, Received
-from wire.messages import Hello, Message, RefusalCode
+from wire.connection import Connection
+from wire.messages import Hello, RefusalCode
 
-LINK_UNSENT_BYTES = 4 << 20
-"""Bytes to the next stage that may wait unsent; beyond, the session computes no further request."""
 DUPLICATE = "duplicate"
-
-
-@dataclass(eq=False)
-class StageClient:
-    """A client's connection, on which it opens sessions."""
-
-    line: Line
-    peer_id: str
-
-    def send(self, message: Message) -> None:
-        with suppress(ConnectionLost):  # the reader of this connection notices too, and closes its sessions
-            self.line.connection.send(message)
 
 
 @dataclass(eq=False, slots=True)
 class OpenStage:
-    """A session on one stage, with what its requests need: the part, and the connections to its neighbours.
+    """A session on one stage, with what its requests need: the part, and the link to its next stage.
 
     Attributes:
-        link: leads to the next stage; linking: one change of it at a time.
-        incoming: the connection from the stage before. changed: the queue was.
+        linking: one change of ``link`` at a time.
     """
 
     core: StageSession
     part: Part
     client: StageClient
     link: NextStage | None = None
-    incoming: Connection | None = None
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
     linking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def key(self) -> tuple[str, int]:
         return self.core.id, self.core.index
 
-
-class NextStage:
-    """The link of a stage to the next stage of its session. ``requests`` hear of room for more, and of its end."""
-
-    def __init__(self, requests: ForwardRequests, stage: OpenStage, place: PeerAddress, line: Line) -> None:
-        self.place, self._line, self._stage, self._requests = place, line, stage, requests
-        self.closed = False
-        line.connection.on_drained = requests.wake.set
-        self._task = asyncio.create_task(line.run(_refuse_message, self._end), name="next stage")
-
-    @property
-    def crowded(self) -> bool:
-        return self._line.connection.unsent_bytes > LINK_UNSENT_BYTES
-
-    def send_forward(self, work: ForwardRequest, payload: memoryview) -> None:
-        """Send ``work`` and ``payload``, which must not change. Raises ``ConnectionLost``."""
-        self._line.connection.send(work)
-        self._line.connection.send_bulk(payload, generation=0, stream=CHAIN_STREAM)
-
-    def close(self) -> None:
-        self.closed = True
-        self._line.connection.abort()
-        self._task.cancel()
-
-    def _end(self, problem: P2PTrainError) -> None:
-        if not self.closed:
-            self.closed = True
-            self._requests.lose_next(self._stage, self, problem)
-
-
-def _refuse_message(received: Received) -> None:
-    raise ProtocolError(f"unexpected message {type(received.message).__name__} from the next stage")
+    def use(self, link: NextStage | None) -> None:
+        old, self.link = self.link, link
+        if link is not None:
+            link.users.add(self)
+        if old is not None and old is not link:
+            old.leave(self)
 
 
 def of_session(hello: Hello) -> tuple[str, int]:
@@ -118,7 +78,8 @@ class ForwardRequests:
         self._compute, self._now = context.compute, context.world.clock.now
         self.sessions: dict[tuple[str, int], OpenStage] = {}
         self._turns: Turns[OpenStage] = Turns()
-        self.wake = asyncio.Event()
+        self._wake = asyncio.Event()
+        self._links = StageLinks(context, self._wake.set, self._lose_next)
 
     # ------------------------------------------------------------------------------------------------------- sessions
 
@@ -166,7 +127,7 @@ class ForwardRequests:
             raise ProtocolError("every stage but the last must have a next stage")
         stage.core.raise_epoch(request.epoch)
         self._turns.drop(stage)
-        stage.changed.set()
+        client.changed.set()
         # A pass that runs now is of an older epoch: its result is dropped.
         position = stage.core.position = min(stage.core.position, request.keep)
         await self._link(stage, request.next)
@@ -184,18 +145,16 @@ class ForwardRequests:
         del self.sessions[stage.key]
         stage.core.close()
         self._turns.drop(stage)
-        if stage.link is not None:
-            stage.link.close()
-        if stage.incoming is not None:
-            stage.incoming.abort()
+        stage.use(None)
         self._cache.leave(stage.part, stage, self._now())
-        stage.changed.set()
+        stage.client.changed.set()
         # Queued at once, so that it runs before a new ``open`` of the same session.
         self._compute.submit(stage.part.engine.close, stage.core.id)
 
     def close_all_of(self, client: StageClient) -> None:
         for stage in [stage for stage in self.sessions.values() if stage.client is client]:
             self.close(stage)
+        client.close_links()
 
     def _find(self, client: StageClient, which: ResumeRequest | CloseRequest) -> OpenStage:
         stage = self.sessions.get((which.session, which.index))
@@ -211,94 +170,98 @@ class ForwardRequests:
 
     async def _link(self, stage: OpenStage, place: PeerAddress | None) -> None:
         """Make the session's link lead to ``place``. Raises ``Refused``."""
+        core = stage.core
         async with stage.linking:
-            core, link = stage.core, stage.link
-            if link is not None and link.place == place and not link.closed:
-                return
-            if link is not None:
-                link.close()
-                stage.link = None
             if place is None:
+                stage.use(None)
                 return
-            try:
-                # The hello's generation is the index of the dialled stage: one worker may hold several stages.
-                hello = self._context.hello("stage", core.id, core.index + 1)
-                connection, _ = await self._context.dial(place.peer, place.host, place.port, hello)
-            except P2PTrainError as problem:
-                text = f"stage {core.index} cannot reach the next stage: {problem.message}"
-                raise Refused(NEXT_LOST, text, remedy=problem.remedy) from problem
+            key, silence_s = (stage.part.id, core.index), core.asked.silence_s
+            link = await self._links.link(stage.client, key, place, session=core.id, silence_s=silence_s)
             if core.closed:
-                connection.abort()
                 raise Refused(UNKNOWN_SESSION, "the session was closed meanwhile")
-            line = Line(connection, core.asked.silence_s)
-            stage.link = NextStage(self, stage, place, line)
+            stage.use(link)
 
-    def lose_next(self, stage: OpenStage, link: NextStage, problem: P2PTrainError) -> None:
-        if stage.link is link:
-            stage.link = None
-            self._break(stage, stage.core.index + 1, NEXT_LOST, problem)
+    def _lose_next(self, users: Sequence[Hashable], problem: P2PTrainError) -> None:
+        for stage in users:
+            if isinstance(stage, OpenStage):
+                stage.use(None)
+                self._break(stage, stage.core.index + 1, NEXT_LOST, problem)
 
     # ------------------------------------------------------------------------------------------------------- requests
 
-    async def take(self, line: Line, work: ForwardRequest, stage: OpenStage | None) -> None:
-        """Read a request's payload and queue the request.
+    async def take(self, line: Line, batch: ForwardBatch, client: StageClient, index: int = 0, width: int = 0) -> None:
+        """Read the payload of requests of ``client``'s sessions at stage ``index``, and queue the requests. Those of a
+        session that is not open, because it was closed just before, are dropped.
 
         Args:
-            stage: None if the first stage's session was closed just before; then the payload is read and dropped.
+            width: elements of a hidden state; for the stages after the first.
 
         Raises:
-            ProtocolError: no correct peer sends such a request.
+            ProtocolError: no correct peer sends such requests.
             NetworkError: the payload did not arrive.
         """
-        if stage is None:
-            if work.encoding != IDS or not 0 < work.count <= MAX_REQUEST_POSITIONS:
-                raise ProtocolError(f"a request of session {work.session[:64]!r}, which is not open here")
-            await line.receive_bulk(ID_BYTES * work.count, stream=CHAIN_STREAM)
-            return
-        size_bytes = stage.core.payload_bytes_untrusted(work)
-        payload = await line.receive_bulk(size_bytes, stream=CHAIN_STREAM)
-        if stage.core.admit(work, payload):
-            self._turns.add(stage)
-            self.wake.set()
+        stages = [self.sessions.get((work.session, index)) for work in batch.requests]
+        if any(stage is not None and stage.client is not client for stage in stages):
+            raise ProtocolError("a request of a session that belongs to another client")
+        cores = [stage.core if stage is not None else None for stage in stages]
+        sizes = batch_sizes_untrusted(batch.requests, cores, width)
+        payload, start = memoryview(await line.receive_bulk(sum(sizes), stream=CHAIN_STREAM)), 0
+        for work, stage, size_bytes in zip(batch.requests, stages, sizes, strict=True):
+            if stage is not None and stage.core.admit(work, payload[start : start + size_bytes]):
+                self._turns.add(stage)
+            start += size_bytes
+        self._wake.set()
 
     async def serve_stage(self, connection: Connection, stage: OpenStage) -> None:
-        """Serve the stage before: read its requests as fast as they are computed. Raises as ``take``."""
-        if stage.incoming is not None:
-            stage.incoming.abort()  # the stage before was replaced
-        stage.incoming = connection
-        core = stage.core
-        line = Line(connection, core.asked.silence_s)
-        async with line.keep_alive():
-            async for message in line.messages():
-                if not isinstance(message, ForwardRequest) or message.session != core.id:
-                    raise ProtocolError(f"unexpected message {type(message).__name__}, or a request of another session")
-                while core.crowded and stage.incoming is connection:
-                    stage.changed.clear()
-                    await stage.changed.wait()
-                if core.closed:
-                    return
-                await self.take(line, message, stage)
+        """Serve the stage before: read its requests as fast as they are computed. Raises as ``take``.
+
+        Args:
+            stage: one of the sessions whose requests come over this connection.
+        """
+        client, index, width = stage.client, stage.core.index, stage.core.width
+        line = Line(connection, stage.core.asked.silence_s)
+        client.add_incoming(connection)
+        del stage  # it may be closed long before the connection
+        try:
+            async with line.keep_alive():
+                async for message in line.messages():
+                    if not isinstance(message, ForwardBatch):
+                        raise ProtocolError(f"unexpected message {type(message).__name__} from the stage before")
+                    while self._crowded(client, index):
+                        client.changed.clear()
+                        await client.changed.wait()
+                    await self.take(line, message, client, index, width)
+        finally:
+            if connection in client.incoming:
+                client.incoming.remove(connection)
+
+    def _crowded(self, client: StageClient, index: int) -> bool:
+        queues = [
+            stage.core.queue for stage in self.sessions.values() if stage.client is client and stage.core.index == index
+        ]
+        queued_bytes = sum(len(payload) for queue in queues for _, payload in queue)
+        return sum(map(len, queues)) >= QUEUED_FROM_STAGE or queued_bytes >= QUEUED_BYTES
 
     async def run(self) -> None:
         while True:
             stage = self._turns.take(lambda stage: stage.link is None or not stage.link.crowded)
             if stage is None:
-                self.wake.clear()
-                await self.wake.wait()
+                self._wake.clear()
+                await self._wake.wait()
                 continue
             work, payload = stage.core.queue.popleft()
             if stage.core.queue:
                 self._turns.add(stage)
-            stage.changed.set()
+            stage.client.changed.set()
             await self._compute_one(stage, work, payload)
 
-    async def _compute_one(self, stage: OpenStage, work: ForwardRequest, payload: bytearray) -> None:
+    async def _compute_one(self, stage: OpenStage, work: ForwardRequest, payload: memoryview) -> None:
         began, core = self._now(), stage.core
         try:
             core.begin(work)
             samples, encoding = work.samples if core.last else 0, core.out_encoding(work)
             what = (samples, work.sample_index, decode_ids(work.targets) if core.last else ())
-            asked = Pass(work.keep, memoryview(payload), work.count, work.encoding, encoding, *what)
+            asked = Pass(work.keep, payload, work.count, work.encoding, encoding, *what)
             ran = result_of((await self._compute.run(stage.part.engine.run, {core.id: asked}))[core.id])
         except P2PTrainError as problem:
             if core.current(work):
@@ -312,18 +275,17 @@ class ForwardRequests:
         spent_us = [*work.spent_us, round(1e6 * took_s)]
         if work.last == core.index:
             found = encode_ids(ran.tokens) if work.samples else b"", spent_us, ran.scores
-            stage.client.send(Sampled(work.session, work.epoch, work.number, *found))
+            stage.client.send(SampledBatch([Sampled(work.session, work.epoch, work.number, *found)]))
         elif stage.link is not None:
             stage.part.out_position_bytes = ran.payload.nbytes / work.count
             onward = replace(work, encoding=encoding, spent_us=spent_us)
-            with suppress(ConnectionLost):  # ``NextStage`` reports the loss
-                stage.link.send_forward(onward, ran.payload)
+            stage.link.send([(onward, ran.payload)])
 
     def _break(self, stage: OpenStage, lost: int, code: str, problem: P2PTrainError) -> None:
         core = stage.core
         core.fail()
         self._turns.drop(stage)
-        stage.changed.set()
+        stage.client.changed.set()
         reason, remedy = shortened(problem.message), shortened(problem.remedy)
         stage.client.send(ChainBroken(core.id, core.epoch, lost, code, reason, remedy))
 

@@ -8,6 +8,7 @@ After the chain breaks, a session admits nothing until the client raises the epo
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from p2ptrain.core.activations import IDS, activation_bytes
@@ -17,9 +18,34 @@ from wire.chain_messages import MAX_REQUEST_POSITIONS, ForwardRequest
 
 MOST_QUEUED = 256
 """Requests that a first stage may queue. It never stops reading: the client's other requests use this connection."""
-QUEUED_FROM_STAGE, QUEUED_BYTES = 4, 32 << 20
-"""Requests and bytes that a session queues from the stage before; beyond, the stage stops reading."""
+QUEUED_FROM_STAGE, QUEUED_BYTES = 128, 32 << 20
+"""Requests and bytes that a client's sessions at a stage queue; beyond, it stops reading from the stage before."""
 STALE = "stale-epoch"
+
+
+def batch_sizes_untrusted(
+    requests: Sequence[ForwardRequest], sessions: Sequence[StageSession | None], width: int
+) -> list[int]:
+    """Check requests that came in one message, and return the size of each one's payload. Allocates nothing.
+
+    Args:
+        sessions: of the requests; None: it is not open (it may have been closed just before).
+        width: elements of the hidden states; 0: the requests come from the client.
+
+    Raises:
+        ProtocolError: no correct peer sends these requests.
+    """
+    sizes = list[int]()
+    for work, session in zip(requests, sessions, strict=True):
+        if session is not None:
+            sizes.append(session.payload_bytes_untrusted(work))
+        elif (work.encoding == IDS) == bool(width) or not 0 < work.count <= MAX_REQUEST_POSITIONS:
+            raise ProtocolError(f"an invalid request of session {work.session[:64]!r}, which is not open here")
+        else:
+            sizes.append(activation_bytes(work.encoding, work.count, width))
+    if sum(work.count for work in requests) > MAX_REQUEST_POSITIONS:
+        raise ProtocolError(f"requests of more than {MAX_REQUEST_POSITIONS} positions in one message")
+    return sizes
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +66,7 @@ class StageSession:
     position: int = 0
     broken: bool = False
     closed: bool = False
-    queue: deque[tuple[ForwardRequest, bytearray]] = field(default_factory=deque)
+    queue: deque[tuple[ForwardRequest, memoryview]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.epoch = self.asked.epoch
@@ -90,12 +116,7 @@ class StageSession:
     def out_encoding(self, work: ForwardRequest) -> str:
         return self.asked.prefill_encoding if work.prefill else self.asked.encoding
 
-    @property
-    def crowded(self) -> bool:
-        queued_bytes = sum(len(payload) for _, payload in self.queue)
-        return len(self.queue) >= QUEUED_FROM_STAGE or queued_bytes >= QUEUED_BYTES
-
-    def admit(self, work: ForwardRequest, payload: bytearray) -> bool:
+    def admit(self, work: ForwardRequest, payload: memoryview) -> bool:
         """Queue a checked request; False if it is dropped. Raises ``ProtocolError``: unknown epoch, or full queue."""
         if work.epoch > self.epoch:
             raise ProtocolError(f"a request of epoch {work.epoch}, but the session is at epoch {self.epoch}")

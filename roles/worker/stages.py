@@ -3,14 +3,16 @@
 The ``Hello``'s purpose says which peer dials, and for what:
 
 ``chain``   a client: requests parts and sessions, sends the first stage its forward requests, receives tokens.
-``stage``   the stage before this one in a session (``Hello.job``); ``Hello.generation`` is the index of this stage.
+``stage``   the stage before this one in a client's sessions, of which ``Hello.job`` is one; ``Hello.generation`` is the
+            index of this stage.
 ``model``   a worker or client that fetches a model (``Hello.job``) which this worker sends on behalf of a client.
 ``give``    a client, to send the tensors of a model (``Hello.job``) over this second connection.
 
 When a client's ``chain`` connection ends, so do its sessions and its right to send a model. Parts stay
 (``roles.worker.part_cache``).
 
-A session's id is a secret between a client and its stages: a worker that knows it may send the stage requests.
+A session's id is a secret between a client and its stages: a worker that knows one may send the stage requests of it
+and of others whose ids it knows, as long as the client is connected.
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ from roles.background import Background
 from roles.engine import BuildPart
 from roles.line import QUIET_S, Line
 from roles.worker.context import PeerContext
-from roles.worker.forward_requests import ForwardRequests, StageClient, of_session
+from roles.worker.forward_requests import ForwardRequests, of_session
 from roles.worker.links import Prober
 from roles.worker.model_loading import Loader, SharedModels
 from roles.worker.part_cache import MAX_PARTS, Part, PartCache
+from roles.worker.stage_links import StageClient
 from roles.worker.stage_requests import (
     CloseRequest,
     FreeRequest,
@@ -44,7 +47,7 @@ from roles.worker.stage_requests import (
     ResumeRequest,
     request_untrusted,
 )
-from wire.chain_messages import UNKNOWN_SESSION, ForwardRequest, HeldPart, PartLoading, PartsHeld
+from wire.chain_messages import UNKNOWN_SESSION, ForwardBatch, HeldPart, PartLoading, PartsHeld
 from wire.client import answer_request
 from wire.connection import Connection
 from wire.messages import Hello, Message, RefusalCode, Refuse, Request, Response
@@ -190,11 +193,8 @@ class Stages:
 
     async def _take(self, client: _Client, message: Message) -> None:
         match message:
-            case ForwardRequest():
-                session = self.requests.sessions.get((message.session, 0))
-                if session is not None and session.client is not client:
-                    raise ProtocolError(f"session {message.session[:64]!r} belongs to another client")
-                await self.requests.take(client.line, message, session)
+            case ForwardBatch():
+                await self.requests.take(client.line, message, client)
             case Request() if len(client.answers) >= MAX_REQUESTS:
                 client.send(Response(message.id, {}, RefusalCode.BUSY, "too many requests at a time"))
             case Request():
@@ -299,6 +299,7 @@ class Stages:
         if part is None or part not in client.parts:
             return
         client.parts.discard(part)
+        client.close_links(part_id)
         self.cache.leave(part, client, self._now())
         if not part.users:
             del self.cache.parts[part_id]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from roles.serving.worker_peer import ClientContext, WorkerAddress
 from roles.serving.worker_pool import ModelReference, WorkerPool, model_of_directory
 from tests.roles.stage_doubles import PORT, Stage
 from tests.roles.stage_stand_in import WIDTH, StandIns, stand_in_config, write_model
-from wire.chain_messages import MAX_REQUEST_POSITIONS, ChainBroken, PartLoading, Sampled
+from wire.chain_messages import MAX_REQUEST_POSITIONS, ChainBroken, PartLoading, Sampled, SampledBatch
 from wire.job_messages import MAX_STAGES
 from wire.messages import KeepAlive, Message, Request, Response
 from wire.schema import instance_untrusted
@@ -83,7 +83,13 @@ _LOADING = st.builds(PartLoading, _SMALL, _SMALL) | made(PartLoading)
 _SAID = st.lists(
     st.tuples(
         st.integers(0, 1),
-        _ENDED | _BROKEN | _LOADING | made(Response) | made(Request) | made(Sampled) | st.just(KeepAlive()),
+        st.lists(_ENDED, max_size=3).map(SampledBatch)
+        | _BROKEN
+        | _LOADING
+        | made(Response)
+        | made(Request)
+        | made(SampledBatch)
+        | st.just(KeepAlive()),
     ),
     max_size=8,
 )
@@ -152,9 +158,9 @@ async def _generated(
 
 def _say(stage: Stage, session: str, message: Message) -> None:
     """To each client of a worker, of its session where it is of one."""
-    if isinstance(message, Sampled):
-        message = Sampled(session, message.epoch, message.number, message.tokens, message.spent_us, message.scores)
+    if isinstance(message, SampledBatch):
+        message = SampledBatch([replace(result, session=session) for result in message.results])
     elif isinstance(message, ChainBroken):
-        message = ChainBroken(session, message.epoch, message.lost, message.code, message.reason, message.remedy)
+        message = replace(message, session=session)
     for client in stage.stages._clients:
         send_if_valid(client.line.connection, message)

@@ -21,6 +21,7 @@ from roles.model_directory import (
 )
 from roles.worker import stage_requests
 from roles.worker.model_loading import _owned_untrusted
+from roles.worker.stage_session import batch_sizes_untrusted
 from tests.roles.stage_doubles import PORT, open_params, session_of
 from tests.roles.stage_stand_in import WIDTH, StandInBuilder, StandInStage, shapes_of, stand_in_config, stand_in_part
 from wire.chain_messages import MAX_REQUEST_POSITIONS, ForwardRequest, TensorRecord, TensorsPage
@@ -118,6 +119,7 @@ _ENGINE = stand_in_part(CONFIG, 0, 3)
     "works",
     st.tuples(_WORKS, st.integers(0, 2), st.sampled_from([bytes(n) for n in (0, 4, 8, 16, 20, 60, 96, 160, 161)])),
     "roles.worker.stage_session.StageSession.payload_bytes_untrusted",
+    "roles.worker.stage_session.batch_sizes_untrusted",
     peak_bytes=1 << 20,
 )
 def _check_work(case: tuple[ForwardRequest, int, bytes]) -> None:
@@ -128,6 +130,10 @@ def _check_work(case: tuple[ForwardRequest, int, bytes]) -> None:
         assert 0 < size <= MAX_REQUEST_POSITIONS * 4 * WIDTH
         assert size == activation_bytes(work.encoding, work.count, WIDTH)
         assert work.keep + work.count <= 64
+    with suppress(ProtocolError):
+        sizes = batch_sizes_untrusted([work, work], [session, None], WIDTH * (index > 0))
+        assert sizes == [activation_bytes(work.encoding, work.count, WIDTH)] * 2
+        assert 2 * work.count <= MAX_REQUEST_POSITIONS
     engine: StandInStage = _ENGINE if index == 0 else stand_in_part(CONFIG, 1, 3)
     with suppress(ProtocolError):
         assert len(engine._taken_in_untrusted(memoryview(payload), work.encoding, work.count)) == work.count

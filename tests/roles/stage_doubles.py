@@ -18,6 +18,7 @@ from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, Network, World
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.compute_thread import ComputeThread
+from roles.forward_batch import send_forward
 from roles.line import Line
 from roles.model_directory import DigestCache, ModelDirectory, open_model
 from roles.worker.context import PeerContext
@@ -27,11 +28,11 @@ from roles.worker.stage_requests import OpenRequest
 from roles.worker.stage_session import StageSession
 from roles.worker.stages import Stages
 from tests.roles.stage_stand_in import WIDTH, StandIns
-from wire.chain_messages import CHAIN_STREAM, ChainBroken, ForwardRequest, PartLoading, PartsHeld, Sampled
+from wire.chain_messages import ChainBroken, ForwardRequest, PartLoading, PartsHeld, Sampled, SampledBatch
 from wire.client import PendingCalls
 from wire.connection import Connection
 from wire.handshake import PeerServer, dial, local_hello, local_welcome, serve
-from wire.messages import Hello, Message, Refuse, Response, Welcome
+from wire.messages import Hello, Refuse, Response, Welcome
 from wire.schema import instance_untrusted
 
 PORT = 4000
@@ -112,7 +113,7 @@ class TestClient:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.heard: asyncio.Queue[Message] = asyncio.Queue()
+        self.heard: asyncio.Queue[Sampled | ChainBroken] = asyncio.Queue()
         self.progress: list[PartLoading] = []
         self.sent_bytes = 0
         self._calls = PendingCalls()
@@ -123,10 +124,13 @@ class TestClient:
         return await self._calls.ask(self.connection.send, method, params or {}, whom="it", timeout_s=timeout_s)
 
     def give(self, work: ForwardRequest, payload: bytes) -> None:
-        self.connection.send(work)
-        self.connection.send_bulk(memoryview(payload), generation=0, stream=CHAIN_STREAM)
+        self.give_all([(work, payload)])
 
-    async def next(self, timeout_s: float = 60.0) -> Message:
+    def give_all(self, batch: Sequence[tuple[ForwardRequest, bytes]]) -> None:
+        """Give these together."""
+        send_forward(self.connection, [(work, memoryview(payload)) for work, payload in batch])
+
+    async def next(self, timeout_s: float = 60.0) -> Sampled | ChainBroken:
         async with asyncio.timeout(timeout_s):
             return await self.heard.get()
 
@@ -137,8 +141,11 @@ class TestClient:
                     self._calls.resolve(message)
                 elif isinstance(message, PartLoading):
                     self.progress.append(message)
+                elif isinstance(message, SampledBatch):
+                    for result in message.results:
+                        self.heard.put_nowait(result)
                 else:
-                    assert isinstance(message, Sampled | ChainBroken), message
+                    assert isinstance(message, ChainBroken), message
                     self.heard.put_nowait(message)
         self._calls.fail_all("it")
 
@@ -263,7 +270,7 @@ class Generation:
             epoch=self.epoch,
         )
 
-    def take(self, picked: Message) -> None:
+    def take(self, picked: Sampled | ChainBroken) -> None:
         assert isinstance(picked, Sampled), picked
         assert (picked.session, picked.number, picked.epoch) == (self.session, len(self.made), self.epoch)
         assert len(picked.spent_us) == self.last + 1
@@ -299,7 +306,7 @@ class TestChain:
             generation.take(await self.answer())
         return generation.made
 
-    async def answer(self, timeout_s: float = 20.0) -> Message:
+    async def answer(self, timeout_s: float = 20.0) -> Sampled | ChainBroken:
         """The next that any stage has to say."""
         waiting = [asyncio.create_task(client.heard.get()) for client in self.clients]
         try:

@@ -13,7 +13,7 @@ from p2ptrain.core.errors import ProtocolError, Refused
 from p2ptrain.core.serving import PartSpec
 from roles.compute_thread import Turns
 from roles.worker.part_cache import IDLE_S, Part, PartCache
-from roles.worker.stage_session import QUEUED_BYTES, QUEUED_FROM_STAGE, StageSession
+from roles.worker.stage_session import StageSession
 from tests.roles.stage_doubles import session_of
 from tests.roles.stage_stand_in import WIDTH, stand_in_config, stand_in_part
 from wire.chain_messages import ForwardRequest
@@ -32,36 +32,25 @@ def work_of(**changes: Any) -> ForwardRequest:
 
 def test_requests_of_an_older_epoch_are_dropped() -> None:
     session = session_at(epoch=2)
-    assert session.admit(work_of(epoch=2), bytearray())
-    assert not session.admit(work_of(epoch=1), bytearray())
+    assert session.admit(work_of(epoch=2), memoryview(b""))
+    assert not session.admit(work_of(epoch=1), memoryview(b""))
     with pytest.raises(ProtocolError, match="epoch 3"):
-        session.admit(work_of(epoch=3), bytearray())
+        session.admit(work_of(epoch=3), memoryview(b""))
     with pytest.raises(Refused, match="not newer"):
         session.raise_epoch(2)
     session.raise_epoch(7)
     assert not session.queue
     assert not session.current(work_of(epoch=2))
-    assert session.admit(work_of(epoch=7), bytearray())
+    assert session.admit(work_of(epoch=7), memoryview(b""))
     session.fail()
     assert not session.queue
-    assert not session.admit(work_of(epoch=7), bytearray())
+    assert not session.admit(work_of(epoch=7), memoryview(b""))
     assert not session.current(work_of(epoch=7))
     session.raise_epoch(8)
-    assert session.admit(work_of(epoch=8), bytearray())
+    assert session.admit(work_of(epoch=8), memoryview(b""))
     session.close()
-    assert not session.admit(work_of(epoch=8), bytearray())
+    assert not session.admit(work_of(epoch=8), memoryview(b""))
     assert not session.queue
-
-
-def test_the_stage_before_is_held_back_by_requests_or_by_bytes() -> None:
-    session = session_at()
-    for _ in range(QUEUED_FROM_STAGE):
-        assert not session.crowded
-        session.admit(work_of(), bytearray(8))
-    assert session.crowded
-    session = session_at()
-    session.admit(work_of(), bytearray(QUEUED_BYTES))
-    assert session.crowded
 
 
 def test_a_request_keeps_computed_positions_only() -> None:

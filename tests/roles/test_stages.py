@@ -12,8 +12,9 @@ import pytest
 from p2ptrain.core.errors import ProtocolError, Refused
 from p2ptrain.core.serving import Sampling
 from p2ptrain.lab.memory import MemoryNetwork
+from roles.forward_batch import send_forward
 from roles.model_directory import ModelDirectory
-from roles.worker.stage_session import MOST_QUEUED
+from roles.worker.stage_session import MOST_QUEUED, QUEUED_FROM_STAGE
 from tests.roles.stage_doubles import (
     PORT,
     Generation,
@@ -28,7 +29,7 @@ from tests.roles.stage_doubles import (
     open_params,
 )
 from tests.roles.stage_stand_in import StandIns, stand_in_config, tokens_of, write_model
-from wire.chain_messages import CHAIN_STREAM, ChainBroken, ForwardRequest
+from wire.chain_messages import CHAIN_STREAM, ChainBroken, ForwardBatch, ForwardRequest
 from wire.handshake import dial, local_hello
 
 CONFIG = stand_in_config(layers=6)
@@ -126,7 +127,8 @@ LIES: list[tuple[str, str, dict[str, Any], int]] = [
     ("client", "epoch", {"epoch": 1}, 20),
     ("client", "not open here", {"session": "nobody", "count": 1 << 40}, 20),
     ("client", "bulk", {}, 19),
-    ("stage", "another session", {"session": "s1"}, 160),
+    ("stage", "not open here", {"session": "nobody", "encoding": "ids"}, 20),
+    ("stage", "bulk", {"session": "nobody"}, 161),
     ("stage", "2048 are allowed", {"count": 1 << 40}, 0),
     ("stage", "hidden states in 'ids', expected", {"encoding": "ids"}, 20),
     ("stage", "valid stage times, got 1", {"spent_us": [-1]}, 160),
@@ -142,6 +144,65 @@ HONEST = {
 }
 
 
+async def test_a_stage_before_may_send_requests_of_one_client_only(chain: TestChain, network: MemoryNetwork) -> None:
+    await chain.open("s1")
+    async with client_of(network.at("other"), "w1", peer_id="other") as other:
+        await other.ask("session.open", open_params("s2", chain.parts[1], 1, 2))
+        connection = await as_stage(network, "s2", 1)
+        work = ForwardRequest(**HONEST["stage"] | {"session": "s1"})
+        connection.send(ForwardBatch([work]))
+        await lost(connection)
+    assert "another client" in chain.stages[1].problems[0].message
+    assert await chain.generate("s1", PROMPT, 2) == tokens_of(CONFIG, PROMPT, 2, GREEDY)
+
+
+async def test_a_stage_before_is_held_back_by_the_requests_that_wait(chain: TestChain, network: MemoryNetwork) -> None:
+    """Of all sessions together. Those of a session that is not open are dropped."""
+    for session in ("s1", "s2"):
+        await chain.clients[1].ask("session.open", open_params(session, chain.parts[1], 1, 2))
+    chain.stages[1].threads.call_s["compute"] = 1.0
+    connection = await as_stage(network, "s1", 1)
+    work = [ForwardRequest(**HONEST["stage"] | {"session": session, "count": 1}) for session in ("s1", "s2", "gone")]
+    for _ in range(QUEUED_FROM_STAGE):
+        send_forward(connection, [(each, memoryview(bytes(32))) for each in work])
+    await asyncio.sleep(0.5)  # virtual: the first is being computed
+    queued = [len(stage.core.queue) for stage in chain.stages[1].stages.requests.sessions.values()]
+    assert QUEUED_FROM_STAGE - 1 <= sum(queued) <= QUEUED_FROM_STAGE + 1
+    await asyncio.sleep(10)
+    assert sum(len(stage.core.queue) for stage in chain.stages[1].stages.requests.sessions.values()) in (
+        QUEUED_FROM_STAGE,
+        QUEUED_FROM_STAGE + 1,
+    ), "it is read again"
+    connection.abort()
+
+
+async def test_sessions_share_the_connection_to_the_next_stage(chain: TestChain) -> None:
+    """It stays for the next session. If it is lost each of its sessions hears of it."""
+    for session in ("s1", "s2"):
+        await chain.open(session)
+    [link] = {stage.link for stage in chain.stages[0].stages.requests.sessions.values()}
+    await chain.clients[0].ask("session.close", {"session": "s1", "index": 0})
+    await chain.clients[1].ask("session.close", {"session": "s1", "index": 1})
+    await chain.open("s3")
+    assert await chain.generate("s2", PROMPT, 3) == tokens_of(CONFIG, PROMPT, 3, GREEDY)
+    assert {stage.link for stage in chain.stages[0].stages.requests.sessions.values()} == {link}
+    [client] = chain.stages[1].stages._clients
+    client.incoming[0].abort()
+    broken = [await chain.clients[0].next(), await chain.clients[0].next()]
+    assert {(item.session, item.code) for item in broken if isinstance(item, ChainBroken)} == {
+        ("s2", "next-stage"),
+        ("s3", "next-stage"),
+    }
+
+
+async def test_a_message_of_too_many_positions_ends_the_connection(chain: TestChain) -> None:
+    await chain.open("s1", positions=4000)
+    work, _ = ids_work("s1", [1] * 1025, keep=0, last=1)
+    chain.clients[0].connection.send(ForwardBatch([work, work]))
+    await lost(chain.clients[0].connection)
+    assert "more than 2048 positions" in chain.stages[0].problems[0].message
+
+
 @pytest.mark.parametrize(("sender", "reason", "changes", "payload_bytes"), LIES)
 async def test_a_sender_that_lies_loses_its_connection_and_nothing_else_happens(
     chain: TestChain, network: MemoryNetwork, sender: str, reason: str, changes: dict[str, Any], payload_bytes: int
@@ -154,7 +215,7 @@ async def test_a_sender_that_lies_loses_its_connection_and_nothing_else_happens(
             await liar.ask("session.open", open_params("s2", chain.parts[0], 0, 2, "w1"))
         else:
             connection = await as_stage(network, "s2", 1)
-        connection.send(ForwardRequest(**HONEST[sender] | changes))
+        connection.send(ForwardBatch([ForwardRequest(**HONEST[sender] | changes)]))
         if payload_bytes:
             connection.send_bulk(memoryview(bytes(payload_bytes)), generation=0, stream=CHAIN_STREAM)
         await lost(connection)
