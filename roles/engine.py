@@ -260,6 +260,7 @@ class StageEngine(Protocol):
         weights_bytes: size of the part's weights.
         cache_position_bytes: size of the keys and values of one position.
         device: for people.
+        free_positions: positions in blocks that no session uses, in the memory that is reserved.
     """
 
     spec: PartSpec
@@ -269,6 +270,13 @@ class StageEngine(Protocol):
     weights_bytes: int
     cache_position_bytes: int
     device: str
+
+    @property
+    def free_positions(self) -> int: ...
+
+    def reserve(self, positions: int) -> None:
+        """Have memory for so many positions of all sessions together. Without it each ``open`` reserves what its
+        session may need. May be called again with more. Raises ``ResourceError``: there is too little memory."""
 
     def open(self, session: str, *, positions: int, sampling: Sampling, block_hashes: Sequence[bytes] = ()) -> int:
         """Begin a session of at most ``positions`` positions. Raises ``UserError`` if the model supports fewer.

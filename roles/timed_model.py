@@ -83,6 +83,11 @@ class TimedModel:
         self._is_right = [True] * right + [False] * (PERIOD - right)
         random.Random(1).shuffle(self._is_right)  # noqa: S311 - no secret
 
+    free_positions = 1 << 40  # it has no keys and values
+
+    def reserve(self, positions: int) -> None:
+        """There is nothing to reserve."""
+
     def open(self, session: str, *, positions: int, sampling: Sampling, block_hashes: Sequence[bytes] = ()) -> int:
         if positions > CONTEXT:
             raise UserError(f"{positions} positions, and the model knows {CONTEXT}", remedy="ask for fewer tokens")

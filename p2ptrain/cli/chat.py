@@ -98,7 +98,7 @@ def chat(
     console = Console(quiet=options.as_json)
     thread = ServiceThread()
     try:
-        source = thread.enter(text_source(options, directory, check, console, idle=1))
+        source = thread.enter(text_source(options, directory, check, console, chats=True))
         if source is not None:
             _converse(ChatSession(thread, source, options, system, max_new_tokens), options)
     finally:

@@ -145,7 +145,7 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
         )
         models: list[ServedModel]
         if whole:
-            most = 2 * sessions + 1  # running ones, and ones kept for the next question
+            most = 2 * sessions + 1  # running ones, and ones that are being closed
             opened = _local_models(member, options, compute, most, console)
             models = [*await stack.enter_async_context(opened)]
         else:

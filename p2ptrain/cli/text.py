@@ -86,14 +86,19 @@ def local_directory(options: TextOptions) -> Path | None:
 
 @asynccontextmanager
 async def text_source(
-    options: TextOptions, directory: Path | None, check: Callable[[ModelText], int], console: Console, *, idle: int = 0
+    options: TextOptions,
+    directory: Path | None,
+    check: Callable[[ModelText], int],
+    console: Console,
+    *,
+    chats: bool = False,
 ) -> AsyncIterator[TextSource | None]:
     """Open the service that the options choose, for the body. Yields None for ``--dry-run``, which only shows the plan.
 
     Args:
         directory: result of ``local_directory``.
         check: refuses invalid requests before anything is loaded; returns the positions of all sessions together.
-        idle: conversations whose computed part stays for their next question.
+        chats: the requests are conversations.
 
     Raises:
         P2PTrainError: the service is missing or ambiguous, or its model cannot be loaded.
@@ -102,9 +107,9 @@ async def text_source(
         if options.by_verifier:
             yield await _of_verifier(stack, options)
         elif directory is None:
-            yield await _of_workers(stack, options, check, console, idle)
+            yield await _of_workers(stack, options, check, console, chats)
         else:
-            yield await _of_this_machine(stack, directory, options, check, console, idle)
+            yield await _of_this_machine(stack, directory, options, check, console, chats)
 
 
 # ------------------------------------------------------------------------------------------------ models loaded here
@@ -116,7 +121,7 @@ async def _of_this_machine(
     options: TextOptions,
     check: Callable[[ModelText], int],
     console: Console,
-    idle: int,
+    chats: bool,
 ) -> TextSource:
     from roles.compute_thread import ComputeThread
     from roles.serving.local_model import LocalModel, load_local_engine
@@ -134,11 +139,11 @@ async def _of_this_machine(
     finally:
         console.clear()
     model = LocalModel(engine, compute, world.clock, context=context)
-    return _model_source(stack, model, text, idle, str(directory), str(directory))
+    return _model_source(stack, model, text, chats, str(directory), str(directory))
 
 
 async def _of_workers(
-    stack: AsyncExitStack, options: TextOptions, check: Callable[[ModelText], int], console: Console, idle: int
+    stack: AsyncExitStack, options: TextOptions, check: Callable[[ModelText], int], console: Console, chats: bool
 ) -> TextSource | None:
     checkpoint = options.checkpoint and newest_in(options.checkpoint, download=options.download)
     found = plan_split(options.split_options, checkpoint, options.job, options.seed, check, console)
@@ -155,14 +160,14 @@ async def _of_workers(
 
     stages, positions = len(chain.plan.stages), plan.plan.positions
     label = f"{stages} stage{'s' if stages != 1 else ''}, {plan.label}"
-    return _model_source(stack, chain, plan.text, idle, plan.label, label, positions, facts)
+    return _model_source(stack, chain, plan.text, chats, plan.label, label, positions, facts)
 
 
 def _model_source(
     stack: AsyncExitStack,
     model: ServedModel,
     text: ModelText,
-    idle: int,
+    chats: bool,
     checkpoint: str,
     label: str,
     positions: int = 0,
@@ -171,9 +176,9 @@ def _model_source(
     from p2ptrain.compute.text import ChatFormat
     from roles.serving.text_service import ModelTextService
 
-    form = ChatFormat(text.tokenizer) if idle else None
+    form = ChatFormat(text.tokenizer) if chats else None
     world = real_world(TcpNetwork())
-    service = ModelTextService(world, model, text, form=form, name=label, positions=positions, idle=idle)
+    service = ModelTextService(world, model, text, form=form, name=label, positions=positions)
     stack.push_async_callback(lambda: within(LEAVE_S, model.close()))
     stack.push_async_callback(lambda: within(LEAVE_S, service.close()))
     about = "no chat template: plain turns" if form is None or form.is_plain else "its own chat template"

@@ -233,6 +233,11 @@ class ServedPart:
         """Allocated cache memory of all open sessions."""
         return sum(session.cache.nbytes for session in self._sessions.values())
 
+    free_positions = 1 << 40  # a session's whole cache is allocated when it opens
+
+    def reserve(self, positions: int) -> None:
+        """See ``free_positions``."""
+
     def open(self, session: str, *, positions: int, sampling: Sampling, block_hashes: Sequence[bytes] = ()) -> int:
         """Open a session of at most ``positions`` positions, and allocate its whole cache. Raises ``UserError``: the
         model's context is shorter, ``sampling`` is invalid, or the session exists already; ``ResourceError``: there is

@@ -161,7 +161,9 @@ class StageChain:
     def vocab_size(self) -> int:
         return self._known.vocab_size
 
-    async def open(self, *, positions: int, sampling: Sampling, sample_from: int) -> ChainSession:
+    async def open(
+        self, *, positions: int, sampling: Sampling, sample_from: int, ids: Sequence[int] = (), priority: int = 0
+    ) -> ChainSession:
         """As ``ServedModel.open``, over all stages. Raises ``UserError`` if the chain is closed, too."""
         check_positions(positions, self.context)
         if self._closed:

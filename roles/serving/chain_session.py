@@ -90,6 +90,7 @@ class ChainSession:
     """
 
     most_passes = MOST_PASSES
+    cached = 0
 
     def __init__(
         self,

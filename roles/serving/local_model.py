@@ -10,15 +10,22 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from p2ptrain.compute import first_import
 from p2ptrain.core.activations import IDS, encode_ids
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, Refused, ResourceError, UserError
-from p2ptrain.core.serving import Pass, Ran, Sampling, check_positions
+from p2ptrain.core.serving import (
+    BLOCK_POSITIONS,
+    Pass,
+    Preempted,
+    Ran,
+    Sampling,
+    check_positions,
+    hash_blocks,
+)
 from p2ptrain.core.texts import human_bytes
 from p2ptrain.core.world import Clock
 from roles.background import Background
@@ -42,10 +49,13 @@ class LocalModel:
     Args:
         engine: engine of all layers. compute: the thread on which it was made; other models may use it, too.
         max_sessions: most sessions at a time; 0: any number.
-        cache_bytes: limit of all sessions' caches together; 0: what the engine finds free.
+        cache_bytes: limit of all sessions' caches together; 0: what the engine finds free. Sessions may be opened for
+            more positions together: if memory runs out, those that were opened last lose theirs, wait, and are
+            computed again.
 
     Attributes:
-        busy_s: time in which batches were computed.
+        sessions: open ones, in the order of their opening.
+        busy_s: time in which batches were computed. preemptions: how often a session lost its memory to older ones.
     """
 
     def __init__(
@@ -60,37 +70,40 @@ class LocalModel:
     ) -> None:
         self.vocab_size, self.context, self.dtype = engine.vocab_size, context, engine.encoding
         self.engine, self._compute, self._clock = engine, compute, clock
-        self._max_sessions, self._cache_bytes = max_sessions, cache_bytes
+        self.sessions: list[LocalSession] = []
+        self.busy_s, self.preemptions = 0.0, 0
+        self._max_sessions = max_sessions
+        position_bytes = engine.cache_position_bytes  # 0: unknown
+        self._most_positions = cache_bytes // position_bytes if position_bytes else 0
         self._opened = 0  # sessions, closed ones too
-        self._promised: dict[str, int] = {}  # cache bytes by session, until the engine has closed it
-        self.sessions: set[LocalSession] = set()
-        self.busy_s = 0.0
         self._queue: PassQueue[LocalSession] = PassQueue()
         self._wake = asyncio.Event()
         self._tasks = Background(self._fail_all)
         self._closed = False
 
-    async def open(self, *, positions: int, sampling: Sampling, sample_from: int, priority: int = 0) -> LocalSession:
-        """As ``ServedModel.open``. Allocates the session's cache."""
-        need_bytes = positions * self.engine.cache_position_bytes
-        self._check(positions, need_bytes)
+    async def open(
+        self, *, positions: int, sampling: Sampling, sample_from: int, ids: Sequence[int] = (), priority: int = 0
+    ) -> LocalSession:
+        """As ``ServedModel.open``."""
+        self._check(positions)
         if not self._opened:
             self._tasks.start(self._compute_batches(), "batches")
         self._opened += 1
-        name = f"session {self._opened}"
-        self._promised[name] = need_bytes
-        try:
-            await asyncio.shield(self._compute.submit(self.engine.open, name, positions=positions, sampling=sampling))
-        except BaseException:
-            await self.forget(name)  # after a cancel it may be open
-            raise
-        session = LocalSession(self, name, sample_from, priority)
-        self.sessions.add(session)
-        return session
+        session = LocalSession(self, f"session {self._opened}", sample_from, priority)
+        self.sessions.append(session)
 
-    @property
-    def promised_bytes(self) -> int:
-        return sum(self._promised.values())
+        def open_in_engine() -> int:
+            if self._most_positions:
+                self.engine.reserve(self._most_positions)
+            hashes = hash_blocks(ids[:-1])  # the last position is always computed
+            return self.engine.open(session.name, positions=positions, sampling=sampling, block_hashes=hashes)
+
+        try:
+            session.take_over(ids, await asyncio.shield(self._compute.submit(open_in_engine)))
+        except BaseException:
+            await session.close()  # after a cancel the engine may have it
+            raise
+        return session
 
     async def close(self) -> None:
         if not self._closed:
@@ -110,19 +123,21 @@ class LocalModel:
     def drop_turn(self, session: LocalSession) -> None:
         self._queue.drop(session)
 
-    async def forget(self, name: str) -> None:
-        """Close a session after the call under way. Never raises."""
-        closing = self._compute.submit(self.engine.close, name)
-        closing.add_done_callback(lambda done: self._forgotten(name, done))
-        await asyncio.wait([closing])
+    async def forget(self, session: LocalSession) -> None:
+        """Close a session after the batch under way. Never raises."""
+        self._queue.drop(session)
+        await asyncio.wait([self._compute.submit(self.engine.close, session.name)])
+        if session in self.sessions:
+            self.sessions.remove(session)
+            self._wake.set()  # others may have room now
 
     # --------------------------------------------------------------------------------------------------------- batches
 
     async def _compute_batches(self) -> None:
         while True:
-            beside = any(session.is_writing for session in self.sessions)
-            most = SHARED_CHUNK if beside else MAX_REQUEST_POSITIONS
-            batch = self._queue.take(most_prompt_positions=most)
+            most = SHARED_CHUNK if any(session.is_writing for session in self.sessions) else MAX_REQUEST_POSITIONS
+            self._admit()
+            batch = self._queue.take(lambda session: session.admitted, most_prompt_positions=most)
             if not batch:
                 self._wake.clear()
                 await self._wake.wait()
@@ -137,39 +152,55 @@ class LocalModel:
             took_s = self._clock.now() - began
             self.busy_s += took_s
             for session in batch:
-                session.end_pass(passes[session.name], ran[session.name], took_s)
+                result = ran[session.name]
+                if isinstance(result, Preempted) and (len(batch) > 1 or self._others_have_memory(session)):
+                    session.restart()
+                    self.preemptions += 1
+                else:
+                    session.end_pass(passes[session.name], result, took_s)
                 self.wait_with(session)
             for _ in range(ASKING_TURNS):
                 if all(session in self._queue or session.closed for session in batch):
                     break
                 await asyncio.sleep(0)
 
+    def _admit(self) -> None:
+        """Let sessions without memory begin, the oldest first, while there is room for their first pass, and for what
+        the others will need soon."""
+        begun = [session for session in self.sessions if session.admitted]
+        room = self.engine.free_positions - sum(session.needs_positions for session in begun)
+        for session in self.sessions:
+            if session.admitted or session not in self._queue:
+                continue
+            if begun and session.needs_positions > room:
+                return
+            session.admitted = True
+            begun.append(session)
+            room -= session.needs_positions
+
+    def _others_have_memory(self, session: LocalSession) -> bool:
+        return any(other.computed for other in self.sessions if other is not session)
+
     def _fail_all(self, error: BaseException) -> None:
         failure = ResourceError(f"the model's queue failed: {type(error).__name__}: {error}")
         for session in self.sessions:
             session.fail(failure)
 
-    def _check(self, positions: int, need_bytes: int) -> None:
+    def _check(self, positions: int) -> None:
         if self._closed:
             raise Refused(RefusalCode.SHUTTING_DOWN, "the model is being released", remedy="try again later")
         check_positions(positions, self.context)
-        if self._cache_bytes and need_bytes > self._cache_bytes:
-            most = self._cache_bytes // max(1, self.engine.cache_position_bytes)
+        most = self._most_positions
+        if most and positions > (fitting := most - most % BLOCK_POSITIONS):
+            need_bytes, most_bytes = (count * self.engine.cache_position_bytes for count in (positions, most))
             raise UserError(
                 f"a session of {positions} positions takes {human_bytes(need_bytes)}, but sessions may take only "
-                f"{human_bytes(self._cache_bytes)}",
-                remedy=(f"ask for at most {most} positions, or " if most > 0 else "") + "give it more memory: --memory",
+                f"{human_bytes(most_bytes)}",
+                remedy=(f"ask for at most {fitting} positions, or " if fitting else "")
+                + "give it more memory: --memory",
             )
-        if self._max_sessions and len(self._promised) >= self._max_sessions:
+        if self._max_sessions and len(self.sessions) >= self._max_sessions:
             raise Refused(RefusalCode.BUSY, f"{self._max_sessions} sessions are open", remedy=CLOSE_REMEDY)
-        if self._cache_bytes and self.promised_bytes + need_bytes > self._cache_bytes:
-            text = f"other sessions leave too little of {human_bytes(self._cache_bytes)} for {positions} positions"
-            raise Refused(RefusalCode.BUSY, text, remedy=CLOSE_REMEDY)
-
-    def _forgotten(self, name: str, done: asyncio.Future[Any]) -> None:
-        self._promised.pop(name, None)
-        if not done.cancelled():
-            done.exception()  # retrieved, so that asyncio does not warn
 
 
 @dataclass(eq=False, slots=True)
@@ -193,7 +224,8 @@ class LocalSession:
     Attributes:
         name: in the engine. priority: as of ``ServedModel.open``.
         passes: those that are not answered yet, in order.
-        ids: the history. computed: so many of its first positions are in the engine.
+        ids: the history. computed: so many of its first positions are in the engine. cached: as of ``ModelSession``.
+        admitted: there is memory for its next pass. Until then its passes wait.
     """
 
     lost = False  # only a pass can fail, and its caller gets the error
@@ -204,9 +236,10 @@ class LocalSession:
         self.name, self.priority = name, priority
         self.passes: deque[WaitingPass] = deque()
         self.ids: list[int] = []
-        self.computed = 0
-        self.closed = False
+        self.computed = self.cached = 0
+        self.admitted = self.closed = False
         self._model = model
+        self._hashes: list[bytes] = []
         self._error: P2PTrainError | None = None
 
     async def append(self, request: PassRequest) -> PassResult:
@@ -231,8 +264,7 @@ class LocalSession:
         if not self.closed:
             self.closed = True
             self.fail(ConnectionLost("this session was closed meanwhile", remedy="open another session"))
-            self._model.sessions.discard(self)
-            await self._model.forget(self.name)
+            await self._model.forget(self)
 
     # --------------------------------------------------------------------------------------------------- for its model
 
@@ -241,11 +273,22 @@ class LocalSession:
         """Its prompt is computed, so the person who reads its text waits for each pass."""
         return self._error is None and self.computed >= self.sample_from
 
+    @property
+    def needs_positions(self) -> int:
+        """Positions that its next pass and the block after it add to its memory."""
+        return BLOCK_POSITIONS + (self.passes[0].request.stop - self.computed if self.passes else 0)
+
+    def take_over(self, ids: Sequence[int], cached: int) -> None:
+        """Begin with the first ``cached`` positions of ``ids``, which the engine has."""
+        self.ids = list(ids[:cached])
+        self.computed = self.cached = cached
+
     def next_turn(self) -> tuple[int, bool]:
-        """Positions that are to be computed for the first of ``passes``, and whether they belong to the prompt."""
+        """Positions that are to be computed for the first of ``passes``, and whether they are of the prompt, or were
+        computed before."""
         request = self.passes[0].request
         start = min(self.computed, request.keep)
-        return request.stop - start, start < self.sample_from
+        return request.stop - start, start < max(self.sample_from, request.keep)
 
     def begin_pass(self, most_positions: int) -> Pass:
         """The next positions of the first of ``passes``: all that are left, or ``most_positions`` of them if they give
@@ -261,10 +304,16 @@ class LocalSession:
         rows = max(request.samples, len(request.targets))
         if stop - start > most_positions and stop - rows > start:
             stop = min(start + most_positions, stop - rows)
-        is_last = stop == request.stop
-        what = (request.samples, first.sample_index, request.targets) if is_last else ()
         ids = memoryview(encode_ids(self.ids[start:stop]))
-        return Pass(start, ids, stop - start, IDS, self._model.engine.encoding, *what)
+        hashes, full = self._hashes, start // BLOCK_POSITIONS
+        del hashes[full:]
+        if stop // BLOCK_POSITIONS > full:
+            hashes[:] = hash_blocks(self.ids[:stop], hashes)
+        new, encoding = tuple(hashes[full:]), self._model.engine.encoding
+        if stop < request.stop:
+            return Pass(start, ids, stop - start, IDS, encoding, block_hashes=new)
+        samples, index = request.samples, first.sample_index
+        return Pass(start, ids, stop - start, IDS, encoding, samples, index, request.targets, new)
 
     def end_pass(self, work: Pass, ran: Ran | P2PTrainError, took_s: float) -> None:
         """Take the result of ``work``, whose batch took ``took_s``."""
@@ -280,6 +329,10 @@ class LocalSession:
             self.passes.popleft()
             if not first.answer.done():  # else its caller was cancelled just now
                 first.answer.set_result(PassResult(ran.tokens, first.took_s, scores=ran.scores))
+
+    def restart(self) -> None:
+        """The engine has dropped all positions: compute them again when there is room."""
+        self.computed, self.admitted = 0, False
 
     def fail(self, error: P2PTrainError) -> None:
         self._error = self._error or error

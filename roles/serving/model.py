@@ -64,14 +64,16 @@ class ModelSession(Protocol):
 
     Attributes:
         most_passes: passes that may be under way at a time; 1 if a second one would only wait for the first.
-        sample_from: position of the first new token, which is the length of the prompt. A session that is used again
-            gets another one.
+        cached: positions that it had when it was opened, because other sessions had computed them.
+        sample_from: position of the first new token, which is the length of the prompt.
     """
 
     sample_from: int
 
     @property
     def most_passes(self) -> int: ...
+    @property
+    def cached(self) -> int: ...
     @property
     def lost(self) -> bool:
         """The session has failed, in use or not, and can only be closed."""
@@ -105,8 +107,16 @@ class ServedModel(Protocol):
     @property
     def dtype(self) -> str: ...
 
-    async def open(self, *, positions: int, sampling: Sampling, sample_from: int) -> ModelSession:
-        """Open a session of at most ``positions`` positions. ``sample_from``: as of ``ModelSession``.
+    async def open(
+        self, *, positions: int, sampling: Sampling, sample_from: int, ids: Sequence[int] = (), priority: int = 0
+    ) -> ModelSession:
+        """Open a session of at most ``positions`` positions.
+
+        Args:
+            sample_from: as of ``ModelSession``.
+            ids: the prompt. What other sessions computed of its beginning is not computed again. Their texts and this
+                one do not change by that.
+            priority: a model of this process computes prompts of sessions with a lower one first.
 
         Raises:
             UserError: more positions than the model's context, or than fit the memory for caches.

@@ -2,8 +2,7 @@
 
 A ``TextSession`` is one text under way: it has its passes computed in order, and yields pieces of text as they come.
 While the pieces are not read, the next pass waits. So a slow reader delays only its own text, and memory stays bounded.
-What the model computed for a conversation stays for a while in ``IdleSessions``, so that the next question
-does not compute it again.
+The model finds what it computed for texts that begin alike, such as the turns before in a conversation.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 from typing import Any, Protocol
 
 from p2ptrain.compute.text import ASSISTANT, SYSTEM, USER, ChatFormat, Conversation, ModelText, TextWriter
@@ -29,8 +27,6 @@ from wire.messages import RefusalCode
 
 MOST_PIECES = 64
 """Unread pieces after which the next pass waits."""
-PATIENCE_S = 2.0
-"""Time for a pass under way to end after a cancel: then its session can be used again."""
 READER_S = 120.0
 """A text whose reader takes nothing for so long is ended."""
 
@@ -56,9 +52,9 @@ class TextSession(Writing):
     """A text that a model writes here.
 
     Args:
-        session: of the model. It has ``cached`` positions of the prompt already.
+        session: of the model.
         chunk: returns the number of positions of a prompt that a pass may have now.
-        on_end: called once, when no pass is under way any more, with whether the model's session can be used again.
+        on_end: called once, when no pass is under way any more.
     """
 
     def __init__(
@@ -67,17 +63,18 @@ class TextSession(Writing):
         decoding: Decoding,
         writer: TextWriter,
         *,
-        cached: int,
         left_out: int,
         chunk: Callable[[], int],
         now: Callable[[], float],
-        on_end: Callable[[TextSession, bool], None],
+        on_end: Callable[[TextSession], None],
     ) -> None:
         super().__init__(decoding.prompt_tokens, left_out)
         self.decoding = decoding
         self._session, self._writer = session, writer
         self._chunk, self._now, self._on_end = chunk, now, on_end
-        self._stats = TextStats(decoding.stats, began_at=now(), prompt_tokens=self.prompt_tokens, cached_tokens=cached)
+        self._stats = TextStats(
+            decoding.stats, began_at=now(), prompt_tokens=self.prompt_tokens, cached_tokens=session.cached
+        )
         self._drafts: DraftSource | None = None
         self._taken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -113,8 +110,7 @@ class TextSession(Writing):
             return
         self._pieces.clear()
         self._finish("cancelled")
-        impatient = asyncio.get_running_loop().call_later(PATIENCE_S, task.cancel)
-        task.add_done_callback(lambda _: impatient.cancel())
+        task.cancel()
         await asyncio.wait({task})
 
     # ---------------------------------------------------------------------------------------------------------- passes
@@ -206,22 +202,19 @@ class TextSession(Writing):
             self._drafts.close()
 
     def _leave(self) -> None:
-        is_usable = self._error is None and not self._answers and bool(self.decoding.tokens)
         for _, answer in self._answers:
             answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # so that asyncio does not warn
             answer.cancel()
         self.ended = self.ended or ("" if self._error is not None else "cancelled")
         self._stop_waiting()
-        self._on_end(self, is_usable)
+        self._on_end(self)
 
     def _facts(self) -> list[DrafterFacts]:
         return self._drafts.facts() if self._drafts is not None else []
 
 
 CONVERSATION_POSITIONS = 4096
-"""Least length of a conversation's session, if the context allows it, so that the next question fits, too."""
-IDLE_S = 180.0
-"""Time for which the computed part of a conversation stays for the next question."""
+"""Length of a conversation if neither the model's context nor the request limits it."""
 WAIT_S = 60.0
 """Time for which a text waits for memory that other texts use, or for its turn."""
 
@@ -230,91 +223,17 @@ _ROLES = (SYSTEM, USER, ASSISTANT)
 
 @dataclass(frozen=True, slots=True)
 class PreparedText:
-    """A request as token ids and numbers. ``grows``: it is a conversation, which may continue."""
+    """A request as token ids and numbers."""
 
     ids: list[int]
     max_new_tokens: int
     left_out: int
     writer: TextWriter
     sampling: Sampling
-    grows: bool
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OpenedSession:
-    """A model's session with the arguments of its opening.
-
-    Attributes:
-        ids: those that it has computed.
-        cached: length of the text's prompt that it had before the text began.
-    """
-
-    session: ModelSession
-    positions: int
-    sampling: Sampling
-    ids: tuple[int, ...] = ()
-    cached: int = 0
-
-    def usable_prefix(self, ids: Sequence[int], positions: int, sampling: Sampling) -> int:
-        """Length of the prefix of ``ids`` that it has; 0: it does not fit, or another conversation may still need
-        it."""
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.ids, ids, strict=False)))
-        fits = self.positions >= positions and self.sampling == sampling and not self.session.lost
-        return same if fits and 2 * same >= len(self.ids) else 0
-
-
-class IdleSessions:
-    """Sessions of ended texts, for the next question of their conversation.
-
-    Args:
-        limit: most at a time, each for ``IDLE_S``.
-
-    Attributes:
-        sessions: oldest first.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.sessions: list[OpenedSession] = []
-        self._limit = limit
-        self._closing = Background()
-
-    def take(self, ids: Sequence[int], positions: int, sampling: Sampling) -> OpenedSession | None:
-        """The session with the longest prefix of ``ids``; None: there is none."""
-        for lost in [opened for opened in self.sessions if opened.session.lost]:
-            self.drop(lost)
-        prefixes = [opened.usable_prefix(ids, positions, sampling) for opened in self.sessions]
-        if not (cached := max(prefixes, default=0)):
-            return None
-        return replace(self.sessions.pop(prefixes.index(cached)), cached=cached)
-
-    def add(self, opened: OpenedSession) -> None:
-        self.sessions.append(opened)
-        asyncio.get_running_loop().call_later(IDLE_S, self._expire, opened)
-        if len(self.sessions) > self._limit:
-            self.drop(self.sessions[0])
-
-    def drop(self, opened: OpenedSession) -> None:
-        """Begin to close a session, idle or not."""
-        if opened in self.sessions:
-            self.sessions.remove(opened)
-        self._closing.start(opened.session.close(), "close a session")
-
-    def _expire(self, opened: OpenedSession) -> None:
-        if opened in self.sessions:
-            self.drop(opened)
-
-    async def free_memory(self, *, timeout_s: float) -> bool:
-        """Close the oldest session, and wait until all that are closing are closed. False: there is none."""
-        if self.sessions:
-            self.drop(self.sessions[0])
-        is_closing = len(self._closing) > 0
-        await self._closing.settle(timeout_s=timeout_s)
-        return is_closing
-
-    async def close(self, *, timeout_s: float) -> None:
-        for opened in list(self.sessions):
-            self.drop(opened)
-        await self._closing.settle(timeout_s=timeout_s)
+    @property
+    def positions(self) -> int:
+        return len(self.ids) + self.max_new_tokens
 
 
 class ModelTextService:
@@ -326,7 +245,6 @@ class ModelTextService:
         form: format of conversations; None: read with the first conversation.
         name: of the model, for people and programs. created: Unix time of its files.
         positions: largest length of a text, prompt included; 0: the model's context.
-        idle: most conversations whose computed part stays for the next question.
     """
 
     def __init__(
@@ -339,13 +257,12 @@ class ModelTextService:
         name: str,
         created: int = 0,
         positions: int = 0,
-        idle: int = 2,
     ) -> None:
         self.model, self.created = name, created
         limits = [limit for limit in (text.context, model.context, positions) if limit]
         self.context: int | None = min(limits, default=None)
         text.context = self.context
-        self.idle = IdleSessions(idle)
+        self._closing = Background()
         self._served, self._text, self._form = model, text, form
         self._now = world.clock.now
         self._thread = world.threads.start("text")  # tokenizing a long prompt takes a second
@@ -359,12 +276,11 @@ class ModelTextService:
 
     async def prepare(
         self, request: TextRequest, on_end: Callable[[TextSession], None] = lambda session: None
-    ) -> tuple[TextSession, OpenedSession]:
+    ) -> tuple[TextSession, PreparedText]:
         """Make a text and the model's session for it. The caller begins the text at once. Raises as ``write``."""
         prepared = await self._thread.submit(partial(self._prepare_ids, request))
         opened = await self._open(prepared)
-        opened.session.sample_from = len(prepared.ids)
-        most_passes = opened.session.most_passes
+        most_passes = opened.most_passes
         decoding = Decoding(
             prepared.ids,
             max_new_tokens=prepared.max_new_tokens,
@@ -373,18 +289,16 @@ class ModelTextService:
             most_passes=most_passes,
         )
 
-        def end(session: TextSession, is_usable: bool) -> None:
+        def end(session: TextSession) -> None:
             self._texts.discard(session)
             self._ended.set()
-            ended = replace(opened, ids=tuple(decoding.ids[:-1]))
-            (self.idle.add if is_usable else self.idle.drop)(ended)
+            self._closing.start(opened.close(), "close a session")
             on_end(session)
 
         session = TextSession(
-            opened.session,
+            opened,
             decoding,
             prepared.writer,
-            cached=opened.cached,
             left_out=prepared.left_out,
             # A chain computes several chunks at a time, each in another stage.
             chunk=lambda: MAX_REQUEST_POSITIONS if len(self._texts) <= 1 and most_passes == 1 else SHARED_CHUNK,
@@ -392,13 +306,13 @@ class ModelTextService:
             on_end=end,
         )
         self._texts.add(session)
-        return session, opened
+        return session, prepared
 
     async def close(self, reason: P2PTrainError | None = None) -> None:
         """End all texts, with ``reason`` for their readers. Never raises."""
         ending = [session.end(reason) if reason is not None else session.close() for session in list(self._texts)]
         await asyncio.gather(*ending)
-        await self.idle.close(timeout_s=WAIT_S)
+        await self._closing.settle(timeout_s=WAIT_S)
         self._thread.close()
 
     # ------------------------------------------------------------------------------------------------------- beginning
@@ -412,7 +326,7 @@ class ModelTextService:
             ids = self._check_ids(text.prompt_ids(request.prompt))
             most = self._room_for_new_tokens(len(ids)) if request.max_new_tokens is None else request.max_new_tokens
             text.check_length(len(ids), most)
-            return PreparedText(ids, most, 0, text.writer(ids, stop=request.stop), sampling, grows=False)
+            return PreparedText(ids, most, 0, text.writer(ids, stop=request.stop), sampling)
         if request.prompt:
             raise UserError("the request has both a prompt and a conversation", remedy="send one of them")
         form = self._form = self._form or ChatFormat(text.tokenizer)
@@ -421,7 +335,7 @@ class ModelTextService:
         self._check_ids(ids)
         ends = text.end_tokens | form.end_tokens
         writer = text.writer(ids, stop=(*form.stop, *request.stop), end_tokens=ends)
-        return PreparedText(ids, most, left_out, writer, sampling, grows=True)
+        return PreparedText(ids, most, left_out, writer, sampling)
 
     def _check_ids(self, ids: list[int]) -> list[int]:
         """Return ``ids``. Raises ``UserError``: the model lacks one of them."""
@@ -435,27 +349,20 @@ class ModelTextService:
         """New tokens that fit. At least one, so that the check of the length reports a prompt that is too long."""
         return max(1, (self.context or CONVERSATION_POSITIONS + taken) - taken)
 
-    async def _open(self, prepared: PreparedText) -> OpenedSession:
-        """Open a session of the model, or take an idle one. If memory is short, close idle sessions, then wait for
-        texts to end. Raises as ``ServedModel.open``."""
-        ids, needs, sampling = prepared.ids, len(prepared.ids) + prepared.max_new_tokens, prepared.sampling
-        if (found := self.idle.take(ids, needs, sampling)) is not None:
-            return found
-        room = needs
-        if prepared.grows:
-            room = max(needs, min(self.context or CONVERSATION_POSITIONS, CONVERSATION_POSITIONS))
+    async def _open(self, prepared: PreparedText) -> ModelSession:
+        """Open a session of the model. If memory is short, wait for texts to end. Raises as ``ServedModel.open``."""
+        ids = prepared.ids
         while True:
             try:
-                session = await self._served.open(positions=room, sampling=sampling, sample_from=len(ids))
+                return await self._served.open(
+                    positions=prepared.positions, sampling=prepared.sampling, sample_from=len(ids), ids=ids
+                )
             except (ResourceError, Refused) as problem:
                 if isinstance(problem, Refused) and problem.code != RefusalCode.BUSY:
                     raise
-                if room > needs:
-                    room = needs
-                elif not await self.idle.free_memory(timeout_s=WAIT_S):
+                if not self._closing:
                     await self._wait_for_memory(problem)
-            else:
-                return OpenedSession(session, room, sampling)
+                await self._closing.settle(timeout_s=WAIT_S)
 
     async def _wait_for_memory(self, problem: P2PTrainError) -> None:
         """Wait until a text ends, for its memory. Raises ``problem``: there is none. ``Refused``: it takes too long."""

@@ -74,7 +74,7 @@ class VerifierService(ModelTextService):
     """A ``ModelTextService`` with drafters and a queue of requests.
 
     Args:
-        model, text, form, name, created, positions, idle: as of ``ModelTextService``.
+        model, text, form, name, created, positions: as of ``ModelTextService``.
         drafters: None: there are none.
         sessions: texts written at a time. waiting: most requests that wait, each for ``WAIT_S`` at most.
         on_change: called when a text begins or ends.
@@ -96,10 +96,9 @@ class VerifierService(ModelTextService):
         sessions: int = 4,
         waiting: int = 32,
         positions: int = 0,
-        idle: int = 2,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(world, model, text, form=form, name=name, created=created, positions=positions, idle=idle)
+        super().__init__(world, model, text, form=form, name=name, created=created, positions=positions)
         self.cost_model = CostModel()
         self._drafters, self._on_change = drafters, on_change
         self._most_texts, self._most_waiting = sessions, waiting
@@ -133,14 +132,16 @@ class VerifierService(ModelTextService):
         await self._enter()
         try:
             self._check_open()
-            session, opened = await self.prepare(request, self._end)
+            session, prepared = await self.prepare(request, self._end)
         except BaseException:
             self._places.release()
             raise
         self._figures.begin(session, speculates=request.speculate)
         core = Speculation(session.decoding, self.cost_model, vocab_size=self._served.vocab_size)
         drafters = self._drafters if request.speculate else None
-        session.begin(TextDrafts(drafters, core, positions=opened.positions, sampling=opened.sampling, now=self._now))
+        session.begin(
+            TextDrafts(drafters, core, positions=prepared.positions, sampling=prepared.sampling, now=self._now)
+        )
         self._on_change()
         if self._is_closed:
             await session.end(_leaving())

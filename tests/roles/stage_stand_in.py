@@ -23,7 +23,7 @@ import numpy.typing as npt
 from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ConfigError, P2PTrainError, ProtocolError, UserError
 from p2ptrain.core.footprint import ModelSizes
-from p2ptrain.core.serving import PartSpec, Pass, Ran, Sampling
+from p2ptrain.core.serving import BLOCK_POSITIONS, PartSpec, Pass, Preempted, Ran, Sampling
 from roles.worker.stages import Holding
 from tests.run_one import run_one
 
@@ -142,6 +142,11 @@ class _Session:
     sampling: Sampling
     # (layers, WIDTH) after each position: what a cache of keys and values is to a transformer.
     history: list[Values] = field(default_factory=list)
+    preempted: bool = False
+
+    @property
+    def blocks(self) -> int:
+        return -(-len(self.history) // BLOCK_POSITIONS)
 
 
 class StandInStage:
@@ -152,7 +157,9 @@ class StandInStage:
         on_run: called at the beginning of each work with (session, keep, count): to hold a test's work, or to fail.
 
     Attributes:
-        sessions: by name; for tests to look at.
+        sessions: by name, in the order of ``open``; for tests to look at.
+        pool_blocks: blocks of all sessions together, once memory is reserved; until then as many as are needed.
+        remembered: the first positions of texts, by the hash of their last block.
     """
 
     def __init__(
@@ -171,6 +178,8 @@ class StandInStage:
         self.cache_position_bytes = 4 * WIDTH * (spec.stop - spec.start)
         self.vocab_size = int(json.loads(spec.config)["vocab_size"])
         self.sessions: dict[str, _Session] = {}
+        self.pool_blocks = 0
+        self.remembered: dict[bytes, list[Values]] = {}
         self._tensors = tensors
         self._layers = [tensors[f"layers.{layer}.weight"].sum(axis=0) for layer in range(spec.start, spec.stop)]
         self._context = context
@@ -187,17 +196,46 @@ class StandInStage:
             )
         if session in self.sessions:
             raise UserError(f"there is a session {session!r} on this part", remedy="close it first")
-        self.sessions[session] = _Session(positions, sampling)
-        return 0
+        state = self.sessions[session] = _Session(positions, sampling)
+        for block_hash in block_hashes:
+            if block_hash not in self.remembered:
+                break
+            state.history = list(self.remembered[block_hash])
+        return len(state.history)
+
+    @property
+    def free_positions(self) -> int:
+        if not self.pool_blocks:
+            return 1 << 40
+        return BLOCK_POSITIONS * (self.pool_blocks - sum(state.blocks for state in self.sessions.values()))
+
+    def reserve(self, positions: int) -> None:
+        self.pool_blocks = max(self.pool_blocks, -(-positions // BLOCK_POSITIONS))
 
     def run(self, passes: Mapping[str, Pass]) -> dict[str, Ran | P2PTrainError]:
         ran: dict[str, Ran | P2PTrainError] = {}
-        for session, work in passes.items():
+        for session in [session for session in self.sessions if session in passes]:
             try:
-                ran[session] = self._run_alone(session, work)
+                self._make_room(session, passes[session])
+                ran[session] = self._run_alone(session, passes[session])
             except P2PTrainError as error:
                 ran[session] = error
         return ran
+
+    def _make_room(self, session: str, work: Pass) -> None:
+        """Drop the positions of sessions that were opened last. Raises ``Preempted``: this one's."""
+        state = self.sessions[session]
+        if state.preempted and work.keep:
+            state.preempted = False
+            raise Preempted("older sessions needed the memory")
+        state.preempted = False
+        lacking = work.keep + work.count - BLOCK_POSITIONS * state.blocks
+        for last in reversed(self.sessions.values()):
+            if self.free_positions >= lacking:
+                return
+            last.preempted, last.history = last is not state and bool(last.history), []
+            if last is state:
+                raise Preempted("older sessions need the memory")
 
     def _run_alone(self, session: str, work: Pass) -> Ran:
         state, keep, count = self.sessions[session], work.keep, work.count
@@ -213,6 +251,9 @@ class StandInStage:
         del state.history[keep:]
         for row in range(count):
             hidden[row] = self._through_the_layers(state, hidden[row])
+        for number, block_hash in enumerate(reversed(work.block_hashes)):
+            end = (len(state.history) // BLOCK_POSITIONS - number) * BLOCK_POSITIONS
+            self.remembered[block_hash] = state.history[:end]
         if self.spec.stop < self.spec.layers:
             return Ran(memoryview(encode(hidden, work.out_encoding)), ())
         normed = (hidden + self._tensors["norm.weight"]) % MODULUS

@@ -280,7 +280,6 @@ async def test_an_invalid_message_of_a_verifier_ends_its_connection(name: str) -
     [
         (replace(OPENING, tokenizer="another"), {}, "other-tokenizer", "another tokenizer"),
         (OPENING, {"max_sessions": 1}, "full", "1 sessions are open"),
-        (OPENING, {"serves": model_serves(Wobbly(1.0), limit_bytes=70 * 4 * 8 * 3)}, "full", "leave too little"),
     ],
 )
 async def test_a_session_that_cannot_be_drafted_for_is_refused_with_its_code(

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.core.errors import ConfigError, ConnectionLost, P2PTrainError, Refused, UserError
-from p2ptrain.core.serving import Pass, Ran, Sampling
+from p2ptrain.core.errors import ConfigError, ConnectionLost, P2PTrainError, Refused, ResourceError, UserError
+from p2ptrain.core.serving import BLOCK_POSITIONS, Pass, Ran, Sampling
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock
 from roles.compute_thread import ComputeThread
 from roles.serving.local_model import LocalModel, load_local_engine
-from roles.serving.model import ModelSession, PassRequest
+from roles.serving.model import Decoding, ModelSession, PassRequest
 from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part, tokens_of
 
 from .decoding import decode
@@ -37,7 +37,7 @@ async def target_of(engine: StandInStage, **options: Any) -> AsyncIterator[Local
     finally:
         await target.close()
         assert not engine.sessions
-        assert target.promised_bytes == 0
+        assert not target.sessions
 
 
 def engine_of(config: str = CONFIG, **options: Any) -> StandInStage:
@@ -197,27 +197,114 @@ def refused(kind: type[P2PTrainError], words: str) -> Any:
 async def test_sessions_and_their_memory_are_bounded() -> None:
     engine = engine_of()
     position_bytes = engine.cache_position_bytes
-    async with target_of(engine, max_sessions=2, cache_bytes=100 * position_bytes) as target:
+    async with target_of(engine, max_sessions=2, cache_bytes=150 * position_bytes) as target:
         with refused(UserError, "context of 200") as caught:
             await target.open(positions=201, sampling=GREEDY, sample_from=1)
         assert "200" in caught.value.remedy
         with refused(UserError, r"takes \d[^,]* KiB, but sessions may take only \d") as caught:
-            await target.open(positions=101, sampling=GREEDY, sample_from=1)
-        assert "100 positions" in caught.value.remedy
+            await target.open(positions=129, sampling=GREEDY, sample_from=1)
+        assert "128 positions" in caught.value.remedy, "whole blocks"
         with refused(UserError, "0 positions"):
             await target.open(positions=0, sampling=GREEDY, sample_from=1)
-        one = await target.open(positions=60, sampling=GREEDY, sample_from=1)
-        assert target.promised_bytes == 60 * position_bytes
-        with refused(Refused, "leave too little") as caught:
-            await target.open(positions=41, sampling=GREEDY, sample_from=1)
-        assert caught.value.remedy
-        await target.open(positions=40, sampling=GREEDY, sample_from=1)
+        one, _ = [await target.open(positions=100, sampling=GREEDY, sample_from=1) for _ in range(2)]
         with refused(Refused, "2 sessions are open"):
             await target.open(positions=1, sampling=GREEDY, sample_from=1)
         await one.close()
         await target.open(positions=60, sampling=GREEDY, sample_from=1)
     with refused(Refused, "being released"):
         await target.open(positions=1, sampling=GREEDY, sample_from=1)
+
+
+@pytest.mark.virtual_time
+async def test_texts_are_those_of_plain_decoding_where_memory_runs_out() -> None:
+    engine = engine_of()
+    async with target_of(engine, cache_bytes=4 * BLOCK_POSITIONS * engine.cache_position_bytes) as target:
+
+        async def write(number: int) -> None:
+            prompt = [number, *range(10 + 20 * number)]
+            sampling = Sampling(temperature=1.0, seed=number)
+            session = await target.open(positions=190, sampling=sampling, sample_from=len(prompt), ids=prompt)
+            await decode(session, prompt, tokens_of(CONFIG, prompt, 70, sampling), drafts=2, seed=number)
+            await session.close()
+
+        await asyncio.gather(*map(write, range(5)))
+        assert target.preemptions > 0
+        assert engine.free_positions == 4 * BLOCK_POSITIONS
+
+
+@pytest.mark.virtual_time
+async def test_session_that_is_preempted_waits_until_there_is_room() -> None:
+    engine = engine_of()
+    batches = batches_of(engine)
+    async with target_of(engine, cache_bytes=4 * BLOCK_POSITIONS * engine.cache_position_bytes) as target:
+        old, young, third = [await target.open(positions=200, sampling=GREEDY, sample_from=1) for _ in range(3)]
+        ids = tuple(range(60))
+        await asyncio.gather(old.append(PassRequest(0, ids, 1)), young.append(PassRequest(0, ids, 1)))
+        waiting = asyncio.create_task(third.append(PassRequest(0, (1,), 1)))
+        grown = await asyncio.gather(old.append(PassRequest(60, 2 * ids + ids[:15], 1)), asyncio.sleep(10 * PASS_S))
+        assert grown[0].tokens
+        asked = asyncio.create_task(young.append(PassRequest(60, (1,), 1)))
+        await asyncio.sleep(10 * PASS_S)
+        assert not asked.done()
+        assert not waiting.done(), "an older one waits, too"
+        assert target.preemptions == 1
+        count = len(batches)
+        await old.close()
+        assert (await asked).tokens
+        assert (await waiting).tokens
+        assert batches[count] == {young.name: 61, third.name: 1}, "it is computed again"
+
+
+@pytest.mark.virtual_time
+async def test_pass_that_never_has_room_fails() -> None:
+    engine = engine_of()
+    engine.reserve(BLOCK_POSITIONS)
+    async with target_of(engine) as target:
+        session = await target.open(positions=150, sampling=GREEDY, sample_from=1)
+        with refused(ResourceError, "older sessions"):
+            await session.append(PassRequest(0, (1,) * 65, 1))
+
+
+@pytest.mark.virtual_time
+async def test_texts_that_begin_alike_share_what_is_computed() -> None:
+    engine = engine_of()
+    batches = batches_of(engine)
+    prompt = [number % 90 for number in range(128)]
+    async with target_of(engine) as target:
+
+        async def write(prompt: list[int], cached: int, tokens: int) -> list[int]:
+            session = await target.open(positions=199, sampling=SAMPLED, sample_from=len(prompt), ids=prompt)
+            assert session.cached == cached
+            wanted = tokens_of(CONFIG, prompt, tokens, SAMPLED)
+            made = Decoding(prompt, max_new_tokens=tokens, cached=cached)
+            while not made.ended:
+                made.take_samples((await session.append(made.next_pass())).tokens, 0.0, 0.0)
+            assert list(made.tokens) == wanted
+            await session.close()
+            return made.ids
+
+        await write(prompt, 0, 5)
+        await write(prompt, 64, 5)  # its last position is computed
+        ids = await write(prompt[:100], 64, 40)
+        count = len(batches)
+        await write(ids[:139], 128, 2)
+        assert list(batches[count].values()) == [11], "new tokens are remembered, too"
+        await write([3, *prompt[1:]], 0, 2)
+
+
+@pytest.mark.virtual_time
+async def test_drafts_that_were_cut_off_are_remembered_as_what_they_are() -> None:
+    engine = engine_of()
+    same, wrong, right = list(range(60)), [1, 2, 3, 4, 5], [6, 7, 8, 9, 10]
+    async with target_of(engine) as target:
+        first = await target.open(positions=199, sampling=GREEDY, sample_from=60)
+        for ids in (same, wrong, right):
+            await first.append(PassRequest(0 if ids is same else 60, tuple(ids), 1))
+        for ids in (wrong, right):
+            session = await target.open(positions=199, sampling=GREEDY, sample_from=65, ids=same + ids)
+            assert session.cached == 64
+            result = await session.append(PassRequest(64, (ids[-1],), 1))
+            assert list(result.tokens) == tokens_of(CONFIG, same + ids, 1, GREEDY)
 
 
 async def test_a_missing_model_is_refused_and_the_thread_goes_on(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from p2ptrain.compute.text import ChatFormat, ModelText
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError, ResourceError
-from p2ptrain.core.serving import Pass, Sampling
+from p2ptrain.core.serving import BLOCK_POSITIONS, Pass, Sampling, hash_blocks
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, Network, World
 from p2ptrain.lab.memory import MemoryNetwork
@@ -54,9 +54,12 @@ def world(network: Network | None = None) -> World:
     return World(LoopClock(), network or MemoryNetwork(), RealDisk(), random.Random(1), LoopThreads())
 
 
-def _ran(stage: StandInStage, name: str, request: PassRequest, sample_from: int) -> tuple[int, ...]:
+def _ran(
+    stage: StandInStage, name: str, request: PassRequest, sample_from: int, hashes: tuple[bytes, ...]
+) -> tuple[int, ...]:
     ids, index = memoryview(np.array(request.ids, "<i4").tobytes()), request.sample_index(sample_from)
-    return run_one(stage, name, Pass(request.keep, ids, len(request.ids), "ids", "fp32", request.samples, index)).tokens
+    what = (request.keep, ids, len(request.ids), "ids", "fp32", request.samples, index)
+    return run_one(stage, name, Pass(*what, block_hashes=hashes)).tokens
 
 
 @dataclass
@@ -80,14 +83,17 @@ class ScriptedTarget:
     opened: int = 0
     stage: StandInStage = field(default_factory=lambda: stand_in_part(CONFIG, 0, 2))
 
-    async def open(self, *, positions: int, sampling: Sampling, sample_from: int) -> _TargetSession:
+    async def open(
+        self, *, positions: int, sampling: Sampling, sample_from: int, ids: Sequence[int] = (), priority: int = 0
+    ) -> _TargetSession:
         if sum(self.open_now.values()) + positions > self.room:
             raise ResourceError("no memory for the cache", remedy="ask for fewer tokens")
         self.opened += 1
         name = f"session {self.opened}"
-        self.stage.open(name, positions=positions, sampling=sampling)
+        hashes = hash_blocks(ids[:-1])
+        cached = self.stage.open(name, positions=positions, sampling=sampling, block_hashes=hashes)
         self.open_now[name] = positions
-        return _TargetSession(self, name, sample_from)
+        return _TargetSession(self, name, sample_from, list(ids[:cached]))
 
     async def close(self) -> None:
         """Nothing is kept."""
@@ -96,8 +102,9 @@ class ScriptedTarget:
 class _TargetSession:
     most_passes = 1
 
-    def __init__(self, target: ScriptedTarget, name: str, sample_from: int) -> None:
+    def __init__(self, target: ScriptedTarget, name: str, sample_from: int, ids: list[int]) -> None:
         self._target, self._name, self.sample_from = target, name, sample_from
+        self._ids, self.cached = ids, len(ids)
 
     @property
     def lost(self) -> bool:
@@ -110,7 +117,9 @@ class _TargetSession:
         if held is not None:
             await held
         await asyncio.sleep(target.pass_s)
-        return PassResult(_ran(target.stage, self._name, request, self.sample_from), target.pass_s)
+        self._ids[request.keep :] = request.ids
+        hashes = hash_blocks(self._ids)[request.keep // BLOCK_POSITIONS :]
+        return PassResult(_ran(target.stage, self._name, request, self.sample_from, hashes), target.pass_s)
 
     async def close(self) -> None:
         await asyncio.sleep(0)

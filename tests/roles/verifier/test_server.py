@@ -175,7 +175,7 @@ async def test_the_texts_of_a_client_that_leaves_end(tmp_path: Path, how: str) -
     slow = ScriptedTarget(pass_s=0.5)
     async with (
         connected_drafters() as (drafters, (host,)),
-        verifier(tmp_path, target=slow, drafters=drafters, sessions=2, idle=0) as there,
+        verifier(tmp_path, target=slow, drafters=drafters, sessions=2) as there,
     ):
         client = await there.client()
         for _ in range(2):

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from p2ptrain.compute.text import Turn
-from p2ptrain.core.errors import ConfigError, DeadlineExceeded, Refused, UserError
+from p2ptrain.core.errors import ConfigError, DeadlineExceeded, Refused, ResourceError, UserError
 from p2ptrain.core.serving import Sampling, SamplingOptions
-from roles.serving.text_service import IDLE_S, READER_S, TextSession
+from roles.serving.text_service import READER_S, TextSession
 from roles.serving.texts import TextRequest
 from roles.verifier.drafters import Drafters
 from roles.verifier.service import VerifierService
@@ -179,27 +179,24 @@ async def test_a_conversation_goes_on_from_what_is_computed(tmp_path: Path, draf
     _, tokens = await read(second)
     whole = f"User: {turns[0].text}\nAssistant: {turns[1].text}\nUser: and now?\nAssistant:"
     assert tuple(tokens) == reference(whole, 20)[: len(tokens)]
-    assert target.opened == 1
     keep, ids, _ = target.runs[before]
-    assert keep >= len(f"User: {turns[0].text}\nAssistant:")
+    assert keep == second.stats()["cached_tokens"] == 64, "a whole block"
     assert keep + len(ids) == len(whole.encode())
-    assert second.stats()["cached_tokens"] == keep
-    # Another way of drawing has nothing in common with it.
+    # The text's sampling has nothing to do with what is computed.
     other = await serving.write(TextRequest(turns=turns, max_new_tokens=5, sampling=SamplingOptions(temperature=1.0)))
     await read(other)
-    assert other.stats()["cached_tokens"] == 0
+    assert other.stats()["cached_tokens"] == 128
     await settled(serving, target)
 
 
-async def test_idle_sessions_are_closed_for_memory_and_after_a_while(tmp_path: Path) -> None:
+async def test_text_waits_for_memory_until_another_one_ends(tmp_path: Path) -> None:
     target = ScriptedTarget(room=80)
     serving = service(tmp_path, target)
-    await read(await serving.write(wish(40)))
-    assert len(target.open_now) == len(serving.idle.sessions) == 1
-    await read(await serving.write(wish(40, prompt="another one")))  # there is no room for both
-    assert len(target.open_now) == 1
-    await asyncio.sleep(IDLE_S + 1)
-    assert not target.open_now
+    first, second = await asyncio.gather(serving.write(wish(40)), serving.write(wish(40, prompt="another one")))
+    assert (await read(first))[1] == list(reference(PROMPT, 40))
+    assert (await read(second))[1] == list(reference("another one", 40))
+    with pytest.raises(ResourceError):
+        await serving.write(wish(80))
     await settled(serving, target)
 
 
@@ -238,7 +235,7 @@ async def test_a_request_that_waits_too_long_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("when", ["prefill", "writing", "unread"])
 async def test_a_closed_text_ends_soon(tmp_path: Path, drafters: Drafters, when: str) -> None:
     target = ScriptedTarget()
-    serving = service(tmp_path, target, drafters, idle=0)
+    serving = service(tmp_path, target, drafters)
     writing = await serving.write(wish(500))
     await asyncio.sleep({"prefill": 0.01, "writing": 0.5, "unread": 100.0}[when])
     began = asyncio.get_running_loop().time()
@@ -261,7 +258,6 @@ async def test_a_pass_that_does_not_end_is_cancelled(tmp_path: Path) -> None:
     await writing.close()
     await asyncio.sleep(1)
     assert not target.open_now
-    assert not len(serving.idle.sessions)
     await settled(serving, target)
 
 
