@@ -322,26 +322,18 @@ def serve(
     prompt_tokens: Annotated[int, option("--prompt-tokens N", "Tokens of a prompt.", min=1, max=10_000)] = 64,
     tokens: Annotated[int, option("--tokens -n N", "New tokens per text.", min=8, max=10_000)] = 128,
     stages: Annotated[str, option("--stages LIST", "Workers that hold the model; 0: it is whole.")] = "0,2,3",
-    rtt: Annotated[
-        float, option("--rtt MS", "Emulated round trip between the peers of a split model.", min=0, max=9999)
-    ] = 20.0,
-    threads: Annotated[
-        int, option("--threads N", "CPU threads, which the stages share; 0: all cores.", min=0, max=1024)
-    ] = 0,
+    rtt: Annotated[float, option("--rtt MS", "Emulated round trip between workers.", min=0, max=9999)] = 20.0,
+    threads: Annotated[int, option("--threads N", "CPU threads in all; 0: all cores.", min=0, max=1024)] = 0,
     rounds: Annotated[int, option("--rounds N", "Measured rounds.", min=1, max=1000)] = 3,
-    arrival: Annotated[
-        int, option("--arrival N", "Tokens of a prompt that arrives while 8 texts are written; 0: none.", min=0)
-    ] = 1000,
-    question: Annotated[
-        int, option("--question N", "Tokens of the first question of a chat with two turns; 0: no chat.", min=0)
-    ] = 512,
+    arrival: Annotated[int, option("--arrival N", "Tokens of a prompt that arrives meanwhile; 0: none.", min=0)] = 1000,
+    question: Annotated[int, option("--question N", "Tokens of a chat's first question; 0: no chat.", min=0)] = 512,
     as_json: JsonOption = False,
 ) -> None:
     """Measure many texts at a time, of a whole and of a split model.
 
-    Peers run as join starts them. Texts are requested over HTTP, some at a time, and compared with those of the model
-    alone. transformers' padded batch and its continuous batching take turns with the whole model. The further rows show
-    the longest gap between two tokens when a long prompt arrives, and the first token of a chat's second answer.
+    Peers run as join starts them. Texts are requested over HTTP and compared with those of the model alone.
+    transformers' padded batch and its continuous batching take turns with the whole model. Further rows show the
+    longest gap between two tokens when a long prompt arrives, and the first token of a chat's second answer.
 
     \b
     Examples:
@@ -358,19 +350,10 @@ def serve(
     chosen = [size.strip() for size in sizes.split(",")]
     for size in chosen:
         check_one_of("--sizes", size, list(RANDOM_MODELS))
-    plan = ServePlan(
-        str(model.absolute()) if model else "",
-        chosen,
-        whole_numbers_of(texts, "--texts", 1, 64),
-        prompt_tokens,
-        tokens,
-        whole_numbers_of(stages, "--stages", 0, 15),
-        rtt,
-        threads or os.cpu_count() or 1,
-        rounds,
-        arrival,
-        question,
-    )
+    numbers, stage_numbers = whole_numbers_of(texts, "--texts", 1, 64), whole_numbers_of(stages, "--stages", 0, 15)
+    at, cores = str(model.absolute()) if model else "", threads or os.cpu_count() or 1
+    shape = (numbers, prompt_tokens, tokens, stage_numbers)
+    plan = ServePlan(at, chosen, *shape, rtt, cores, rounds, arrival, question)
     _measure(plan.report(), lambda bench, report: measure_serve(bench, plan, report), as_json)
 
 

@@ -8,17 +8,17 @@ of texts, take turns. The texts of the first round are compared with those that 
 from __future__ import annotations
 
 import asyncio
-import statistics
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from p2ptrain.core.texts import human_duration
 from p2ptrain.lab.bench.generate import GeneratedText, Peers, start_peers
-from p2ptrain.lab.bench.report import BenchReport, Case, Contender, times
+from p2ptrain.lab.bench.report import BenchReport, Case, Contender, Shown, times
 from p2ptrain.lab.bench.runner import Answer, Bench, Members
 
 RANDOM_MODELS: dict[str, Answer] = {
@@ -29,7 +29,7 @@ RANDOM_MODELS: dict[str, Answer] = {
 WORDS = 10_240
 WRITING = 8
 """Texts that are written while a long prompt arrives."""
-PADDED, CONTINUOUS = "padded", "continuous"
+RIVALS = ("padded", "continuous")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,11 @@ class ServePlan:
         title = f"serve · {name} · {self.prompt_tokens} + {self.tokens} tokens a text"
         report = BenchReport("serve", title, "tokens", "{:.1f}".format, asdict(self))
         report.columns = {
-            "times_one": ("× ONE", times),
-            "times_padded": ("× PADDED", times),
-            "first_s": ("FIRST TOKEN", human_duration),
-            "between_s": ("BETWEEN", human_duration),
-            "longest_s": ("LONGEST GAP", human_duration),
+            "times_one": ("× ONE", _median(times)),
+            "times_padded": ("× PADDED", _median(times)),
+            "first_s": ("FIRST TOKEN", _median(human_duration)),
+            "between_s": ("BETWEEN", _median(human_duration)),
+            "longest_s": ("LONGEST GAP", _median(human_duration)),
             "differ": ("DIFFER", str),
         }
         report.notes = [
@@ -80,21 +80,8 @@ class ServePlan:
         return report
 
 
-@dataclass(slots=True)
-class ServeTimes:
-    """Times of one contender's texts in all measured rounds, seconds. ``longest_s``: of each round."""
-
-    first_s: list[float] = field(default_factory=list)
-    between_s: list[float] = field(default_factory=list)
-    longest_s: list[float] = field(default_factory=list)
-
-    def add(self, texts: list[GeneratedText]) -> None:
-        gaps = [later - before for text in texts for before, later in pairwise(text.came_s)]
-        self.between_s += gaps
-        self.longest_s.append(max(gaps, default=0.0))
-
-    def facts(self) -> dict[str, float]:
-        return {name: statistics.median(values) for name, values in asdict(self).items() if values}
+def _median(shown: Shown) -> Shown:
+    return lambda values: shown(median(values))
 
 
 async def measure_serve(bench: Bench, plan: ServePlan, report: BenchReport) -> None:
@@ -123,75 +110,65 @@ async def measure_serve(bench: Bench, plan: ServePlan, report: BenchReport) -> N
 class ServeCase:
     """One model, whole or split over a number of workers, with every number of texts.
 
-    Its texts have numbers. The first ones are compared; all others are new, so that nothing of them is known yet.
+    Its texts have numbers. Those below the number of texts are compared. All others are new, so nothing of them is
+    computed before.
+
+    Attributes:
+        contenders: their facts are lists of values of the measured rounds.
     """
 
     def __init__(self, bench: Bench, plan: ServePlan, peers: Peers, members: Members) -> None:
+        self.contenders: dict[str, Contender] = {}
         self._bench, self._plan, self._peers, self._members = bench, plan, peers, members
         self._numbers = count(1000)
-        self._times: dict[str, ServeTimes] = {}
         self._alone: list[str] = []
-        self._contenders: dict[str, Contender] = {}
 
     async def write_alone(self, number: int) -> list[str]:
         """Write the texts of the first round, one at a time."""
-        return [(await self._write(await self._body(text))).text for text in range(number)]
+        return [(await self._peers.write(await self._body(text))).text for text in range(number)]
 
     async def measure(self, report: BenchReport, label: str, alone: list[str], *, rivals: bool) -> None:
         self._alone = alone
-        plan, found = self._plan, self._contenders
-        work: dict[str, Callable[[bool], Any]] = {}
-
-        def add(name: str, title: str, sample: Callable[[bool], Any]) -> None:
-            found[name], work[name] = Contender(title), sample
-            self._times[name] = ServeTimes()
-
+        plan, warmed = self._plan, set[str]()
+        work: dict[str, tuple[str, Callable[[bool], Awaitable[float]]]] = {}
         for texts in plan.texts:
-            title = f"{texts} text{'s' * (texts > 1)}"
-            add(f"{texts}", title, partial(self._sample_texts, f"{texts}", texts))
-            for how in (PADDED, CONTINUOUS) if rivals else ():
-                title = f"{texts} {'padded' if how == PADDED else 'continuous'}"
-                add(f"{texts} {how}", title, partial(self._sample_rival, texts, how))
+            work[f"{texts}"] = f"{texts} text{'s' * (texts > 1)}", partial(self._sample_texts, texts)
+            for rival in RIVALS if rivals else ():
+                work[f"{texts} {rival}"] = f"{texts} {rival}", partial(self._sample_rival, texts, rival)
         if plan.arrival:
             title = f"{min(WRITING, max(plan.texts))} and a prompt of {plan.arrival}"
-            add("arrival", title, self._sample_arrival)
+            work["arrival"] = title, self._sample_arrival
         if plan.question:
-            add("turn 1", "a chat's first turn", partial(self._sample_chat, "turn 1", first=True))
-            add("turn 2", "its second turn", partial(self._sample_chat, "turn 2", first=False))
-        case = Case(label, plan.tokens, found)
-        warmed: set[str] = set()
+            work["turn 1"] = "a chat's first turn", partial(self._sample_chat, "turn 1")
+            work["turn 2"] = "its second turn", partial(self._sample_chat, "turn 2")
+        self.contenders |= {name: Contender(title) for name, (title, _) in work.items()}
 
         async def sample(name: str) -> list[float]:
             counts = name in warmed
             warmed.add(name)
-            seconds: float = await work[name](counts)
-            return [seconds]
+            return [await work[name][1](counts)]
 
-        await self._bench.interleave(report, case, sample, rounds=plan.rounds)
-        for name, contender in found.items():
-            contender.facts |= self._times[name].facts()
-            number, _, how = name.partition(" ")
-            one, padded = found.get(f"1 {how}".strip()), found.get(f"{number} {PADDED}")
-            if number.isdecimal() and one is not None:
-                contender.facts["times_one"] = paired_ratio(one, contender)
-            if padded is not None and padded is not contender:
-                contender.facts["times_padded"] = paired_ratio(padded, contender)
+        await self._bench.interleave(report, Case(label, plan.tokens, self.contenders), sample, rounds=plan.rounds)
+        for name, contender in self.contenders.items():
+            number, _, kind = name.partition(" ")
+            for fact, other in (("times_one", f"1 {kind}".strip()), ("times_padded", f"{number} {RIVALS[0]}")):
+                if number.isdecimal() and other in self.contenders and not (fact == "times_padded" and other == name):
+                    pairs = zip(self.contenders[other].seconds, contender.seconds, strict=True)
+                    contender.facts[fact] = [upper / lower for upper, lower in pairs]
 
     # ---------------------------------------------------------------------------------------------------------- samples
 
-    async def _sample_texts(self, name: str, texts: int, counts: bool) -> float:
+    async def _sample_texts(self, texts: int, counts: bool) -> float:
         numbers = [next(self._numbers) for _ in range(texts)] if counts else list(range(texts))
         made = await self._write_all([await self._body(number) for number in numbers])
-        if counts:
-            self._note(name, made)
-        else:
-            wrong = sum(text.text != self._alone[number] for number, text in zip(numbers, made, strict=True))
-            self._contenders[name].facts["differ"] = wrong
-        return self._seconds(made)
+        if not counts:
+            differ = sum(text.text != self._alone[number] for number, text in zip(numbers, made, strict=True))
+            self.contenders[f"{texts}"].facts["differ"] = differ
+        return self._note(f"{texts}", made, made, counts)
 
-    async def _sample_rival(self, texts: int, how: str, counts: bool) -> float:
-        prompts = [await self._prompt(next(self._numbers), self._plan.prompt_tokens) for _ in range(texts)]
-        order: Answer = {"prompts": prompts, "tokens": self._plan.tokens, "continuous": how == CONTINUOUS}
+    async def _sample_rival(self, texts: int, rival: str, counts: bool) -> float:
+        prompts = [await self._prompt(self._plan.prompt_tokens) for _ in range(texts)]
+        order: Answer = {"prompts": prompts, "tokens": self._plan.tokens, "continuous": rival == RIVALS[1]}
         (answer,) = await self._members.all("write_batch", seconds=5.0 * texts, **order)
         return float(answer["seconds"]) / texts
 
@@ -200,7 +177,7 @@ class ServeCase:
         plan, loop, has_begun, pieces = self._plan, asyncio.get_running_loop(), asyncio.Event(), count(1)
         texts = min(WRITING, max(plan.texts))
         bodies = [await self._body(next(self._numbers)) for _ in range(texts)]
-        late = await self._body(next(self._numbers), plan.arrival)
+        late = {"prompt": await self._prompt(plan.arrival), "max_tokens": 1, "temperature": 0}
 
         def on_piece() -> None:
             if next(pieces) == max(texts, texts * plan.tokens // 4):
@@ -208,65 +185,55 @@ class ServeCase:
 
         async def arrive() -> GeneratedText:
             await has_begun.wait()
-            return await self._write(late | {"max_tokens": 8})
+            return await self._peers.write(late)
 
         arriving = asyncio.ensure_future(arrive())
         try:
             made = await self._write_all(bodies, on_piece)
             has_begun.set()  # the texts were shorter than asked
-            late_text = await arriving
+            return self._note("arrival", made, [await arriving], counts)
         finally:
             arriving.cancel()
-        if counts:
-            self._note("arrival", made, asked=[late_text])
-        return self._seconds(made)
 
-    async def _sample_chat(self, name: str, counts: bool, *, first: bool) -> float:
-        """Write the answer to a chat's second question; ``first``: to a first question of the same length."""
-        question = await self._prompt(next(self._numbers), self._plan.question)
-        later = await self._prompt(next(self._numbers), 16)
-        body = (await self._body(0)) | {"messages": [{"role": "user", "content": question}]}
-        body.pop("prompt")
-        if first:
-            answer = await self._prompt(next(self._numbers), self._plan.tokens)
+    async def _sample_chat(self, name: str, counts: bool) -> float:
+        """Write the answer to a chat's second question; ``turn 1``: when the first one was never asked here."""
+        question, later = await self._prompt(self._plan.question), await self._prompt(16)
+        body: Answer = {"max_tokens": self._plan.tokens, "temperature": 0}
+        turns = [{"role": "user", "content": question}]
+        if name == "turn 1":
+            answer = await self._prompt(self._plan.tokens)
         else:
-            answer = (await self._write(body)).text
-        turns = [("user", question), ("assistant", answer), ("user", later)]
-        made = await self._write(body | {"messages": [{"role": role, "content": text} for role, text in turns]})
+            answer = (await self._peers.write(body | {"messages": turns})).text
+        both = [*turns, {"role": "assistant", "content": answer}, {"role": "user", "content": later}]
+        made = [await self._peers.write(body | {"messages": both})]
+        return self._note(name, made, made, counts)
+
+    def _note(self, name: str, texts: list[GeneratedText], asked: list[GeneratedText], counts: bool) -> float:
+        """Note the times of these texts, and of the first tokens of ``asked``, if the round counts.
+
+        Returns:
+            seconds for the tokens of one text, of so many at a time. A text that ended early has fewer.
+        """
         if counts:
-            self._note(name, [made])
-        return self._seconds([made])
-
-    def _note(self, name: str, texts: list[GeneratedText], asked: list[GeneratedText] | None = None) -> None:
-        """Note the times of texts. ``asked``: those whose first token counts, if not of all."""
-        self._times[name].add(texts)
-        self._times[name].first_s += [text.came_s[0] - text.asked_s for text in (asked or texts)]
-
-    def _seconds(self, texts: list[GeneratedText]) -> float:
-        """Time for the tokens of one text, if all texts are written at a time. A text that ended early has fewer."""
+            gaps = [later - before for text in texts for before, later in pairwise(text.came_s)]
+            news = {"first_s": [text.came_s[0] - text.asked_s for text in asked], "between_s": gaps}
+            for fact, values in (news | {"longest_s": [max(gaps)] if gaps else []}).items():
+                self.contenders[name].facts.setdefault(fact, []).extend(values)
         spent_s = max(text.came_s[-1] for text in texts) - min(text.asked_s for text in texts)
         return spent_s * self._plan.tokens / sum(text.tokens for text in texts)
 
     # ------------------------------------------------------------------------------------------------------------ texts
 
-    async def _body(self, number: int, prompt_tokens: int = 0) -> Answer:
+    async def _body(self, number: int) -> Answer:
         drawn = {"temperature": 0.8, "seed": number} if number % 2 else {"temperature": 0}
-        prompt = await self._prompt(number, prompt_tokens or self._plan.prompt_tokens)
+        prompt = await self._prompt(self._plan.prompt_tokens, number)
         return {"prompt": prompt, "max_tokens": self._plan.tokens, **drawn}
 
-    async def _prompt(self, number: int, tokens: int) -> str:
-        (answer,) = await self._members.all("make_prompt", seed=number, tokens=tokens)
+    async def _prompt(self, tokens: int, number: int | None = None) -> str:
+        """The prompt of this number; None: a new one."""
+        seed = next(self._numbers) if number is None else number
+        (answer,) = await self._members.all("make_prompt", seed=seed, tokens=tokens)
         return str(answer["prompt"])
 
-    async def _write(self, body: Answer, on_piece: Callable[[], None] = lambda: None) -> GeneratedText:
-        return await self._peers.write(body, on_piece)
-
-    async def _write_all(
-        self, bodies: list[Answer], on_piece: Callable[[], None] = lambda: None
-    ) -> list[GeneratedText]:
-        return list(await asyncio.gather(*(self._write(body, on_piece) for body in bodies)))
-
-
-def paired_ratio(upper: Contender, lower: Contender) -> float:
-    """Median of the quotients of two contenders' samples of the same rounds."""
-    return statistics.median(one / other for one, other in zip(upper.seconds, lower.seconds, strict=True))
+    async def _write_all(self, bodies: list[Answer], *on_piece: Callable[[], None]) -> list[GeneratedText]:
+        return list(await asyncio.gather(*(self._peers.write(body, *on_piece) for body in bodies)))
