@@ -16,7 +16,7 @@ import typer
 from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import print_json, print_table
 from p2ptrain.cli.runtime import DownloadOption, JsonOption, SeedOption, SplitOption, WithBareSplit, option, run
-from p2ptrain.cli.text_options import DtypeOption, check_dtype, newest_in
+from p2ptrain.cli.text_options import DtypeOption, WeightsOption, check_dtype, newest_in
 from p2ptrain.cli.tokenizer import FORMATS, DataOption, FormatOption, TextKeyOption, progress_of
 from p2ptrain.cluster.console import Console
 from p2ptrain.cluster.models import SplitOptions
@@ -50,6 +50,7 @@ def evaluate(
     text_key: TextKeyOption = "",
     device: Annotated[str, option("--device KIND", "auto, cpu, cuda, cuda:1, ... or mps.")] = "auto",
     dtype: DtypeOption = "",
+    weights: WeightsOption = "",
     split: SplitOption = None,
     seed: SeedOption = "",
     download: DownloadOption = False,
@@ -73,7 +74,7 @@ def evaluate(
       p2ptrain evaluate -c ./SmolLM2-135M --data stdlib --split --seed 192.168.1.20
     """
     check_one_of("--format", form, FORMATS)
-    check_dtype(dtype)
+    check_dtype(dtype, weights)
     if stride is not None and form == "chat":
         raise UserError("--stride is not for conversations", remedy="leave it out: each one is in a window")
     if split is not None and device != "auto":
@@ -100,13 +101,14 @@ def evaluate(
     if split is not None:
         from p2ptrain.cluster.split_model import plan_split
 
-        options = SplitOptions(split or None, dtype, positions=min(max(_IN_FLIGHT, split + 1) * width, _MOST))
+        positions = min(max(_IN_FLIGHT, split + 1) * width, _MOST)
+        options = SplitOptions(split or None, dtype, positions=positions, weights=weights)
         planned = plan_split(options, directory, "", seed, lambda text: 0, console)
         facts |= run(_score_on_workers(found, planned, console))
     else:
         with console.during(partial(_progress, found)):
             thread = ThreadPoolExecutor(1)  # so that Ctrl+C ends the command
-            facts["dtype"] = thread.submit(score_here, found, directory, device, dtype).result()
+            facts["dtype"] = thread.submit(score_here, found, directory, device, dtype, weights).result()
     for note in found.notes:
         console.event("warning", note)
     documents = [score.to_map() for score in found.documents]

@@ -24,7 +24,7 @@ from p2ptrain.cli.runtime import (
     is_text,
     option_field,
 )
-from p2ptrain.cli.text_options import check_dtype, newest_in
+from p2ptrain.cli.text_options import WeightsOption, check_dtype, newest_in
 from p2ptrain.cluster.access import Target, read_targets
 from p2ptrain.cluster.running import default_state_dir
 from p2ptrain.core.errors import UserError
@@ -89,6 +89,7 @@ class JoinOptions:
         " hardly ever change a verifier's text, and weights and caches take twice the memory of bf16.",
         "",
     )
+    weights: WeightsOption = ""
     split: SplitOption = None
     http: HttpOption = ""
     api_keys: ApiKeyOption = None
@@ -142,11 +143,12 @@ class JoinOptions:
             raise UserError(f"--devices is not for a {role}", remedy="leave it out; --device chooses its device")
         if self.device and not re.fullmatch(DEVICE_KIND, self.device):
             raise UserError(f"--device {self.device} is not a device", remedy="use auto, cpu, cuda, cuda:1, ... or mps")
-        check_dtype(self.dtype)
+        check_dtype(self.dtype, self.weights)
         if 0 < self.memory_bytes < LEAST_MEMORY_BYTES:
             raise UserError(f"--memory {self.memory} is too small", remedy="add a unit, such as 4GiB")
         _ = self.advertised, self.http_place  # refused here, not when they are used
-        of_both = {"--model": bool(self.models), "--sessions": bool(self.sessions), "--dtype": bool(self.dtype)}
+        of_both = {"--model": bool(self.models), "--sessions": bool(self.sessions)}
+        of_both |= {"--dtype": bool(self.dtype), "--weights": bool(self.weights)}
         of_verifiers = {"--split": self.split is not None, "--http": bool(self.http)}
         of_verifiers["--api-key-file"] = self.api_keys is not None
         forbidden = of_verifiers if role == "drafter" else of_both | of_verifiers if role == "worker" else {}

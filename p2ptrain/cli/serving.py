@@ -66,7 +66,8 @@ async def check(options: JoinOptions) -> None:
         raise UserError(text, remedy="give them directories of different names, or leave one out")
     if len(names) > MOST_MODELS:
         raise UserError(f"a verifier has at most {MOST_MODELS} models", remedy="start another verifier for the others")
-    cache_bytes(options.memory_bytes, options.model_directories, options.dtype)
+    if not options.weights:  # the size of quantized ones is known when they are loaded, and checked then
+        cache_bytes(options.memory_bytes, options.model_directories, options.dtype)
     if options.split is not None:
         for directory in options.model_directories:
             config_text(directory, options.split)
@@ -230,7 +231,7 @@ async def _local_models(
     directories, engines = options.model_directories, list[tuple[StageEngine, int | None]]()
     try:
         for directory in directories:
-            how = {"device": options.device or "auto", "dtype": options.dtype}
+            how = {"device": options.device or "auto", "dtype": options.dtype, "weights": options.weights}
             engines.append(await load_local_engine(directory, compute, on_bytes=console.loading, **how))
     finally:
         console.clear()
@@ -294,7 +295,7 @@ async def split_model(
             except NetworkError:  # the member's link reports this, and reconnects
                 await asyncio.sleep(LOOK_S)
 
-    shortage, stages = "", SplitOptions(options.split or None, options.dtype)
+    shortage, stages = "", SplitOptions(options.split or None, options.dtype, weights=options.weights)
     positions = sessions * conversation_positions(text)
     while True:
         workers = await known()

@@ -134,7 +134,12 @@ async def _of_this_machine(
     stack.callback(compute.close)
     try:
         engine, context = await load_local_engine(
-            directory, compute, device=options.device, dtype=options.dtype, on_bytes=console.loading
+            directory,
+            compute,
+            device=options.device,
+            dtype=options.dtype,
+            weights=options.weights,
+            on_bytes=console.loading,
         )
     finally:
         console.clear()

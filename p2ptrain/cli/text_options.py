@@ -26,7 +26,7 @@ from p2ptrain.cluster.jobs import newest_of
 from p2ptrain.cluster.models import SplitOptions, model_directory
 from p2ptrain.core.adapters import is_model
 from p2ptrain.core.errors import StorageError, UserError
-from p2ptrain.core.serving import SamplingOptions
+from p2ptrain.core.serving import QUANTIZED, SamplingOptions
 from p2ptrain.core.tensor_files import ADAPTER_CONFIG
 from p2ptrain.core.texts import check_one_of, printable
 
@@ -41,6 +41,10 @@ CheckpointOption = Annotated[
     Path | None, option("--checkpoint -c DIR", "A checkpoint or adapter, or a directory with some.")
 ]
 DtypeOption = Annotated[str, option("--dtype TYPE", "Compute in fp32, bf16 or fp16; default: the model's type.")]
+
+WeightsOption = Annotated[
+    str, option("--weights TYPE", "Hold the weights of linear layers in int8 or int4; default: as --dtype says.")
+]
 
 TokensOption = Annotated[int, option("--tokens -n N", "Most tokens to write.", min=1)]
 
@@ -74,6 +78,7 @@ class TextOptions:
     random_seed: int = option_field("--random-seed N", "The same seed gives the same text.", 0, min=0, max=2**63 - 1)
     device: str = option_field("--device KIND", "auto, cpu, cuda, cuda:1, ... or mps.", "auto")
     dtype: DtypeOption = ""
+    weights: WeightsOption = ""
     seed: SeedOption = ""
     verifier: str = option_field("--verifier NAME", "Name of the verifier that writes.", "")
     model: str = option_field("--model NAME", "Name of the verifiers' model that writes.", "", callback=is_text)
@@ -119,17 +124,17 @@ class TextOptions:
 
     @property
     def split_options(self) -> SplitOptions:
-        return SplitOptions(self.split or None, self.dtype, self.wire, self.positions)
+        return SplitOptions(self.split or None, self.dtype, self.wire, self.positions, self.weights)
 
     def check(self, command: str) -> None:
         """Refuse invalid combinations, before anything is read or requested. Raises ``UserError``."""
         _ = self.sampling, self.stops
-        check_dtype(self.dtype)
+        check_dtype(self.dtype, self.weights)
         if self.wire:
             check_one_of("--wire", self.wire, WIRES)
         of_split: dict[str, object] = {"wire": self.wire, "positions": self.positions, "dry-run": self.dry_run}
         if self.by_verifier:
-            of_split["dtype"] = self.dtype
+            of_split |= {"dtype": self.dtype, "weights": self.weights}
         of_verifier = {"verifier": self.verifier, "model": self.model, "no-speculation": self.no_speculation}
         if not self.by_verifier and (extra := next((name for name, value in of_verifier.items() if value), None)):
             remedy = "leave out --checkpoint, --job and --split"
@@ -143,9 +148,11 @@ class TextOptions:
             raise UserError(text, remedy="leave it out, and give it to them: p2ptrain join --device ...")
 
 
-def check_dtype(dtype: str) -> None:
+def check_dtype(dtype: str, weights: str) -> None:
     if dtype:
         check_one_of("--dtype", dtype, DTYPES)
+    if weights:
+        check_one_of("--weights", weights, QUANTIZED)
 
 
 def _unescape(text: str) -> str:

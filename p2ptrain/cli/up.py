@@ -36,7 +36,7 @@ from p2ptrain.cli.runtime import (
     run,
     takes_options,
 )
-from p2ptrain.cli.text_options import CheckpointOption, DtypeOption, check_dtype, newest_in
+from p2ptrain.cli.text_options import CheckpointOption, DtypeOption, WeightsOption, check_dtype, newest_in
 from p2ptrain.cluster.console import Console, stoppable, unless_stopped
 from p2ptrain.cluster.jobs import UNSAVED, JobSummary
 from p2ptrain.cluster.local_cluster import LocalCluster, own_texts
@@ -80,6 +80,7 @@ class UpOptions:
     spare: int = option_field("--spare K", "With --split: spare workers that replace dead ones.", 0, min=0, max=32)
     memory: str = option_field("--memory SIZE", "With --split: memory limit of each worker, such as 2GiB.", "")
     dtype: DtypeOption = ""
+    weights: WeightsOption = ""
     web: str = option_field("--web HOST:PORT", "Address of the web page and the HTTP API; default: none.", "")
     http: HttpOption = ""
     api_keys: ApiKeyOption = None
@@ -141,7 +142,7 @@ def _train(options: UpOptions) -> None:
     from p2ptrain.cluster.training_run import TrainingPlan, train
 
     of_split = {"checkpoint": options.checkpoint, "spare": options.spare, "memory": options.memory}
-    of_split["dtype"] = options.dtype
+    of_split |= {"dtype": options.dtype, "weights": options.weights}
     if extra := next((name for name, value in of_split.items() if value), None):
         raise UserError(f"--{extra} works only with --split", remedy="add --split N, or leave it out")
     profile = load_for(options.workers, options.profile, options.sets)
@@ -278,14 +279,14 @@ def _hold(options: UpOptions, stages: int) -> None:
         raise UserError("--straggler works only for training", remedy="leave it out")
     if options.memory:
         size_of(options.memory)  # fail here, not in each worker
-    check_dtype(options.dtype)
+    check_dtype(options.dtype, options.weights)
     checkpoint = newest_in(options.checkpoint, download=options.download).absolute()
     config_text(checkpoint, stages)
 
     async def work() -> None:
         console, stop = stoppable()
         cluster = options.cluster()
-        split, workers = SplitOptions(stages, options.dtype), stages + options.spare
+        split, workers = SplitOptions(stages, options.dtype, weights=options.weights), stages + options.spare
         show = partial(_print_held, cluster, checkpoint, options)
         limits = {"memory": options.memory, "link": options.link}
         await unless_stopped(stop, hold_model(cluster, checkpoint, split, workers, console, show, **limits))
@@ -304,6 +305,7 @@ def _print_held(cluster: LocalCluster, checkpoint: Path, options: UpOptions, cha
     print_split_facts(facts)
     print_prediction(placement)
     words = f"--split {options.split} -c {checkpoint}" + f" --dtype {options.dtype}" * bool(options.dtype)
+    words += f" --weights {options.weights}" * bool(options.weights)
     words += cluster.seed_option
     typer.echo("\nThe model is loaded and stays loaded. From another terminal:\n")
     typer.echo(f'  p2ptrain generate "Once upon a time" {words}')

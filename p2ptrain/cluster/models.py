@@ -217,6 +217,7 @@ class SplitOptions:
 
     Attributes:
         stages: number of stages; None: the best number.
+        dtype, weights: as in ``PartSpec``.
         wire: type in which hidden states travel; empty: as computed; int8: only those of prompts.
         positions: cache positions of all sessions together; 0: as many as are needed.
     """
@@ -225,6 +226,7 @@ class SplitOptions:
     dtype: str = ""
     wire: str = ""
     positions: int = 0
+    weights: str = ""
 
     @property
     def encodings(self) -> tuple[str, str]:

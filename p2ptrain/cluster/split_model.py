@@ -76,7 +76,8 @@ class PlannedSplit:
         for stages in [self.options.stages] if self.options.stages else range(1, len(self.pool.peers) + 1):
             with suppress(UserError, ResourceError):  # the workers that are left make no such chain
                 while True:
-                    sizes |= {"dtype": self.plan.dtype, "stages": stages, "without": used}
+                    how = {"dtype": self.plan.dtype, "weights": self.plan.weights}
+                    sizes |= how | {"stages": stages, "without": used}
                     plans.append(await self.pool.plan(self.model, wanted.sizes, **sizes))
                     used |= {stage.peer.id for stage in plans[-1].stages}
         plans = [replace(plan, spares=plans[-1].spares) for plan in plans] or [self.plan]
@@ -162,6 +163,7 @@ async def plan_on_workers(
                 found.sizes,
                 positions=options.positions or positions_of(text),
                 dtype=options.dtype,
+                weights=options.weights,
                 activation_bytes=activation_bytes(options.encodings[0] or found.dtype, 1, found.width),
                 stages=options.stages,
             )
@@ -174,7 +176,7 @@ async def plan_on_workers(
 
 async def _measure_model(pool: WorkerPool, config: str, options: SplitOptions) -> ModelMeasurement:
     """Raises as ``WorkerPool.measure_model``; ``ConfigError`` for more stages than layers."""
-    found = await pool.measure_model(config, options.dtype)
+    found = await pool.measure_model(config, options.dtype, options.weights)
     check_stages(found.sizes.layers, options.stages)
     return found
 

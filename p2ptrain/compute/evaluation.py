@@ -197,13 +197,13 @@ class Evaluation:
         self.notes += [note] if (note := packer.note(self._rows.counts.count - self._rows.counts.bad)) else []
 
 
-def score_here(evaluation: Evaluation, directory: Path, device: str, dtype: str) -> str:
+def score_here(evaluation: Evaluation, directory: Path, device: str, dtype: str, weights: str = "") -> str:
     """Load a whole model in this process, and score all windows. Returns the dtype in which it computes.
 
     Raises as ``load_module`` and ``Evaluation.windows``; ``ResourceError``: a window's logits do not fit into memory.
     """
     place, width = pick_device(device), evaluation.width
-    model, computed = load_module(directory, place, dtype)
+    model, computed = load_module(directory, place, dtype, weights)
     vocab_size = int(model.config.get_text_config().vocab_size)
     check_memory(12 * width * vocab_size, place, f"the logits of {width} tokens", "choose a smaller --window")
     most, batch, longest = min(_PASS_TOKENS, _PASS_LOGITS // vocab_size), list[Window](), 0

@@ -31,6 +31,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from p2ptrain.compute.key_value_cache import CacheShape
 from p2ptrain.compute.model import first_line, outline
+from p2ptrain.compute.quantized import quantize_linears
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.tensor_files import SPLIT_FAMILIES
@@ -238,13 +239,15 @@ class _Absent(nn.Module):
         return torch.zeros((), device=x.device)  # zero-dimensional: the sum keeps the other operand's dtype
 
 
-def layer_sizes(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> ModelSizes:
-    """The sizes that placement needs; nothing is allocated. Raises ``ConfigError`` if the model cannot be split."""
+def layer_sizes(config: PretrainedConfig, dtype: torch.dtype = torch.float32, weights: str = "") -> ModelSizes:
+    """The sizes that placement needs, with ``weights`` as in ``PartSpec``; nothing is allocated. Raises ``ConfigError``
+    if the model cannot be split."""
 
     def bytes_of(units: Iterable[nn.Module]) -> int:
         return sum(tensor.nbytes for unit in units for tensor in unit.state_dict().values())
 
     whole = ModelLayout(config, dtype)
+    quantize_linears(whole.layers, weights)
     tied_bytes = whole.model.get_input_embeddings().weight.nbytes if whole.tied else 0
     return ModelSizes(
         layers_bytes=tuple(bytes_of([layer]) for layer in whole.layers),

@@ -31,6 +31,7 @@ from p2ptrain.compute.activations import tensor_of
 from p2ptrain.compute.key_value_cache import KeyValueCache
 from p2ptrain.compute.layout import LayerRange, ModelLayout, split_refusal
 from p2ptrain.compute.model import DRAWING
+from p2ptrain.compute.quantized import QuantizedLinear, quantize_linears
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.tensor_files import TensorTable
 
@@ -118,9 +119,11 @@ class PartAssembly:
     Args:
         config: configuration of the whole model, without dropout (see ``compute.model.without_dropout``).
         names: names of all tensors in the model's files.
+        weights: as in ``PartSpec``: each linear layer's weights are quantized when they are placed.
 
     Attributes:
         wanted: shape of every tensor that the part owns, by its name in the model's files.
+        weights_bytes: size of all tensors when they are placed.
 
     Raises:
         ConfigError: the files lack a tensor, or the architecture cannot be split.
@@ -134,6 +137,7 @@ class PartAssembly:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        weights: str = "",
     ) -> None:
         self._config, self._part = config, part
         self._dtype, self._device = dtype, torch.device(device)
@@ -145,6 +149,8 @@ class PartAssembly:
         tied = [name for name in self._whole.tied if name in stored.conversions]
         self._tied_files = [file for name in tied for file in stored.conversions[name].sources]
         self._names = self._whole.cut(part)
+        quantize_linears(self._whole.layers, weights)
+        self.weights_bytes = tensors_bytes(self._whole.model)
         self._places: dict[str, list[str]] = {}  # by name in the whole model, of tied tensors the first that is stored
         for place, name in self._names.items():
             self._places.setdefault(tied[0] if tied and name in self._whole.tied else name, []).append(place)
@@ -230,7 +236,9 @@ class PartAssembly:
         for place in self._places[target]:
             module, _, leaf = place.rpartition(".")
             owner = self._whole.model.get_submodule(module)
-            if leaf in owner._parameters:
+            if isinstance(owner, QuantizedLinear) and leaf == "weight":
+                owner.hold(tensor)
+            elif leaf in owner._parameters:
                 owner._parameters[leaf] = parameter
             else:
                 owner._buffers[leaf] = tensor
@@ -302,8 +310,7 @@ class PartModel:
         self.width: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
         self.context, self.switches = ContextLimit.of(config, is_whole=part.first and part.last)
-        stored = {id(tensor): tensor.nbytes for tensor in self.module.state_dict(keep_vars=True).values()}
-        self.weights_bytes = sum(stored.values())
+        self.weights_bytes = tensors_bytes(self.module)
         self._cache_shapes = layout.cache_shapes[part.start : part.stop]
         self.cache_position_bytes = sum(shape.numel for shape in self._cache_shapes) * dtype.itemsize
         self._base, self._dtype = layout.base, dtype
@@ -350,6 +357,11 @@ class PartModel:
             return cast(Tensor, self._hidden.leaving)
         finally:
             self._hidden.entering = self._hidden.leaving = None  # they would keep the graph of the backward pass
+
+
+def tensors_bytes(module: nn.Module) -> int:
+    """Size of a module's parameters and buffers; shared ones count once."""
+    return sum({id(tensor): tensor.nbytes for tensor in module.state_dict(keep_vars=True).values()}.values())
 
 
 class _HiddenStates:

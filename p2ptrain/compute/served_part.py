@@ -30,8 +30,9 @@ from p2ptrain.compute.device import ComputeDevice, check_memory, pick_device, tr
 from p2ptrain.compute.key_value_cache import KeyValueCache
 from p2ptrain.compute.layout import LayerRange, NotSplit, layer_sizes, split_refusal
 from p2ptrain.compute.model import check_architecture, first_line, load_model, without_dropout
-from p2ptrain.compute.part import ContextLimit, OnBytes, PartAssembly, PartModel
+from p2ptrain.compute.part import ContextLimit, OnBytes, PartAssembly, PartModel, tensors_bytes
 from p2ptrain.compute.picking import Picker
+from p2ptrain.compute.quantized import quantize_linears
 from p2ptrain.compute.split_check import check_splits
 from p2ptrain.core.activations import IDS, activation_bytes
 from p2ptrain.core.adapters import file_of, is_adapter, read_adapter
@@ -48,13 +49,18 @@ _FEWER_SESSIONS = "close other sessions or programs, or give this peer fewer lay
 
 
 def load_whole(
-    directory: Path, *, device: str = "auto", dtype: str = "", on_bytes: OnBytes = lambda done_bytes, total_bytes: None
+    directory: Path,
+    *,
+    device: str = "auto",
+    dtype: str = "",
+    weights: str = "",
+    on_bytes: OnBytes = lambda done_bytes, total_bytes: None,
 ) -> ServedPart:
     """Load all layers of the model in ``directory`` as one part, for a verifier or a drafter. Blocking. An adapter is
     merged into its base's weights.
 
     Args:
-        device, dtype: as in ``PartSpec``.
+        device, dtype, weights: as in ``PartSpec``.
         on_bytes: called on this thread after each piece; an exception from it ends the loading.
 
     Raises:
@@ -72,25 +78,25 @@ def load_whole(
     table = _table_of(directory)
     try:
         layers = config_of(text).num_hidden_layers
-        builder = ServedPartBuilder(PartSpec(text, 0, layers, layers, dtype, device), table.entries)
+        builder = ServedPartBuilder(PartSpec(text, 0, layers, layers, dtype, device, weights), table.entries)
     except NotSplit:
-        return _load_unsplit(PartSpec(text, 0, 1, 1, dtype, device), directory, on_bytes)
+        return _load_unsplit(PartSpec(text, 0, 1, 1, dtype, device, weights), directory, on_bytes)
     builder.place_all(table, on_bytes)
     return builder.finish()
 
 
 def _load_unsplit(spec: PartSpec, directory: Path, on_bytes: OnBytes) -> ServedPart:
     device = pick_device(spec.device)
-    loaded, dtype = load_module(directory, device, spec.dtype)
+    loaded, dtype = load_module(directory, device, spec.dtype, spec.weights)
     model = WholeModel(loaded)
     on_bytes(model.weights_bytes, model.weights_bytes)
     layers = len(model.part)
     return ServedPart(replace(spec, stop=layers, layers=layers), model, DTYPES[dtype], device)
 
 
-def load_module(directory: Path, device: ComputeDevice, wanted: str = "") -> tuple[Any, str]:
+def load_module(directory: Path, device: ComputeDevice, wanted: str = "", weights: str = "") -> tuple[Any, str]:
     """Transformers' model in ``directory``, in evaluation mode, and its dtype, a key of ``DTYPES``. An adapter is
-    merged into its base's weights. Raises as ``load_whole``."""
+    merged into its base's weights. ``weights``: as in ``PartSpec``. Raises as ``load_whole``."""
     table = _table_of(directory)
     try:
         config = AutoConfig.from_pretrained(table.directory, local_files_only=True, trust_remote_code=False)
@@ -106,7 +112,10 @@ def load_module(directory: Path, device: ComputeDevice, wanted: str = "") -> tup
     if isinstance(table, MergedTable):
         for name, parameter in table.adapted.items():
             loaded.get_parameter(parameter).data.copy_(table.tensor(name))
-    return loaded.to(device.torch_device).eval(), _encoding_of(dtype)
+    loaded = loaded.to(device.torch_device).eval()
+    head = loaded.get_output_embeddings()
+    quantize_linears([module for module in loaded.base_model.children() if module is not head], weights)
+    return loaded, _encoding_of(dtype)
 
 
 def _table_of(directory: Path) -> TensorTable:
@@ -152,14 +161,14 @@ def _encoding_of(dtype: torch.dtype) -> str:
     return next(name for name, known in DTYPES.items() if known == dtype)
 
 
-def measure_model(text: str, dtype: str) -> dict[str, Any]:
+def measure_model(text: str, dtype: str, weights: str = "") -> dict[str, Any]:
     """The bytes of a model's layers and caches, and more (``roles.serving.worker_pool.ModelMeasurement``).
 
     Raises ``ConfigError`` if it does not split."""
     config = config_of(text)
     check_splits(config)
     chosen = choose_dtype(config, dtype)
-    return asdict(layer_sizes(config, chosen)) | {"dtype": _encoding_of(chosen), "width": config.hidden_size}
+    return asdict(layer_sizes(config, chosen, weights)) | {"dtype": _encoding_of(chosen), "width": config.hidden_size}
 
 
 class ServedPartBuilder(PartAssembly):
@@ -172,8 +181,8 @@ class ServedPartBuilder(PartAssembly):
         check_splits(config)
         self._spec, self._compute_device = spec, pick_device(spec.device)
         dtype = choose_dtype(config, spec.dtype)
-        super().__init__(config, part, names, dtype=dtype, device=self._compute_device.torch_device)
-        self.weights_bytes = sum(math.prod(shape) for shape in self.wanted.values()) * dtype.itemsize
+        place = self._compute_device.torch_device
+        super().__init__(config, part, names, dtype=dtype, device=place, weights=spec.weights)
         what = f"a part of {len(part)} of {part.layers} layers"
         check_memory(self.weights_bytes, self._compute_device, what, _SMALLER_PART)
 
@@ -395,7 +404,7 @@ class WholeModel:
         self.part = LayerRange(0, layers, layers)
         self.width, self.vocab_size = getattr(config, "hidden_size", 0), int(config.vocab_size)
         self.context, self.switches = ContextLimit.of(config, is_whole=True)
-        self.weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        self.weights_bytes = tensors_bytes(model)
 
     def new_cache(self, positions: int) -> TokenHistory:
         return TokenHistory(positions, torch.zeros(0, dtype=torch.int64, device=self._model.device))

@@ -24,6 +24,7 @@ class PartSpec:
         start, stop: layers [start, stop) of ``layers``.
         dtype: dtype of weights, cache and arithmetic: ``fp32``, ``bf16`` or ``fp16``; empty: the configuration's.
         device: as in ``compute.device.pick_device``.
+        weights: how the linear layers' weights are held: one of ``QUANTIZED``; empty: in ``dtype``.
     """
 
     config: str
@@ -32,6 +33,10 @@ class PartSpec:
     layers: int
     dtype: str = ""
     device: str = "auto"
+    weights: str = ""
+
+
+QUANTIZED = (INT8, INT4) = ("int8", "int4")
 
 
 def check_positions(positions: int, context: int | None) -> None:

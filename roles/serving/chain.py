@@ -383,6 +383,7 @@ class StageChain:
             "stop": stage.stop,
             "layers": plan.layers,
             "dtype": plan.dtype,
+            "weights": plan.weights,
             "positions": plan.positions,
         }
         async with AsyncExitStack() as stack:

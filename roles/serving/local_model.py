@@ -349,6 +349,7 @@ async def load_local_engine(
     *,
     device: str = "auto",
     dtype: str = "",
+    weights: str = "",
     on_bytes: Callable[[int, int], None] = lambda done_bytes, total_bytes: None,
 ) -> tuple[StageEngine, int | None]:
     """``compute.served_part.load_whole`` on the thread ``compute``; returns the engine and its context. A cancel stops
@@ -365,7 +366,7 @@ async def load_local_engine(
             return timed, timed.context
         with first_import():  # here: torch takes seconds to load
             from p2ptrain.compute.served_part import load_whole
-        part = load_whole(directory, device=device, dtype=dtype, on_bytes=report)
+        part = load_whole(directory, device=device, dtype=dtype, weights=weights, on_bytes=report)
         return part, part.context
 
     try:

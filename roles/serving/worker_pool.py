@@ -129,6 +129,7 @@ class OfferedPart(Record):
     stop: Count
     layers: Count
     dtype: str
+    weights: str
     weights_bytes: Count
 
 
@@ -184,11 +185,13 @@ class ChainPlan:
     """A chain that can be loaded.
 
     Attributes:
+        dtype, weights: as in ``PartSpec``.
         wanted: the requirements it was made for, with links. A lost stage is placed by the same requirements.
         loaded: the workers hold all of its parts already.
     """
 
     dtype: str
+    weights: str
     wanted: ServingWorkload
     placement: Placement
     spares: tuple[CandidateWorker, ...]
@@ -260,7 +263,7 @@ class WorkerPool:
         offer = self.offers[peer.worker.peer_id]
         return CandidateWorker(peer.worker.peer_id, peer.name, offer.memory_bytes, byte_s=1 / offer.stream_bps)
 
-    async def measure_model(self, config: str, dtype: str) -> ModelMeasurement:
+    async def measure_model(self, config: str, dtype: str, weights: str = "") -> ModelMeasurement:
         """Ask a worker for the sizes of a model's parts, by the text of its ``config.json``: it has torch loaded, so
         this process need not load it. Raises ``Refused`` if the model does not split, else the last worker's error."""
         problem: P2PTrainError = NetworkError(
@@ -268,7 +271,8 @@ class WorkerPool:
         )
         for peer in [peer for peer in self.peers.values() if not peer.lost]:
             try:
-                answer = await peer.ask("model.measure", {"config": config, "dtype": dtype}, timeout_s=OFFER_S)
+                params = {"config": config, "dtype": dtype, "weights": weights}
+                answer = await peer.ask("model.measure", params, timeout_s=OFFER_S)
                 return ModelMeasurement.from_map_untrusted(answer)
             except (NetworkError, PeerError) as error:
                 if isinstance(error, Refused) and error.code == "bad-spec":  # the model's fault: others say the same
@@ -284,6 +288,7 @@ class WorkerPool:
         positions: int,
         activation_bytes: int,
         dtype: str = "",
+        weights: str = "",
         stages: int | None = None,
         without: Collection[str] = (),
         measure_s: float = 2.0,
@@ -303,17 +308,17 @@ class WorkerPool:
         seats = [self.candidate_of(peer) for peer in there]
         await self._measure(seats, measure_s)
         wanted = ServingWorkload(sizes, positions, activation_bytes, self.context.peer_id, dict(self.links))
-        made = place_model(wanted, seats, stages=stages)
-        if (loaded := self._find_loaded_chain(wanted, model, dtype, seats)) is not None and stages in (
+        made, how = place_model(wanted, seats, stages=stages), (dtype, weights)
+        if (loaded := self._find_loaded_chain(wanted, model, how, seats)) is not None and stages in (
             None,
             len(loaded.stages),
         ):
             made = loaded
-        held = [self._holds(stage.peer.id, model, dtype, sizes.layers) for stage in made.stages]
+        held = [self._holds(stage.peer.id, model, how, sizes.layers) for stage in made.stages]
         is_loaded = all((stage.start, stage.stop) in parts for stage, parts in zip(made.stages, held, strict=True))
         used = {stage.peer.id for stage in made.stages}
         spares = tuple(seat for seat in seats if seat.id not in used)
-        return ChainPlan(dtype, wanted, made, spares, is_loaded)
+        return ChainPlan(dtype, weights, wanted, made, spares, is_loaded)
 
     async def model_at(self, path: str, *, worker: str = "") -> ModelReference:
         """Open the model in the directory ``path`` of a worker, which sends it to others while this client stays.
@@ -386,19 +391,20 @@ class WorkerPool:
         for there, link in found.items():
             self.links[here, there] = link
 
-    def _holds(self, peer_id: str, model: ModelReference, dtype: str, layers: int) -> list[tuple[int, int]]:
-        parts = self.offers[peer_id].parts
+    def _holds(self, peer_id: str, model: ModelReference, how: tuple[str, str], layers: int) -> list[tuple[int, int]]:
+        """The ranges of layers that a worker holds. ``how``: dtype and weights."""
         return [
             (part.start, part.stop)
-            for part in parts
-            if (part.model, part.dtype, part.layers) == (model.id, dtype, layers) and part.start < part.stop <= layers
+            for part in self.offers[peer_id].parts
+            if (part.model, part.dtype, part.weights, part.layers) == (model.id, *how, layers)
+            and part.start < part.stop <= layers
         ]
 
     def _find_loaded_chain(
-        self, wanted: ServingWorkload, model: ModelReference, dtype: str, seats: Sequence[CandidateWorker]
+        self, wanted: ServingWorkload, model: ModelReference, how: tuple[str, str], seats: Sequence[CandidateWorker]
     ) -> Placement | None:
         layers = wanted.sizes.layers
-        held = [(seat, start, stop) for seat in seats for start, stop in self._holds(seat.id, model, dtype, layers)]
+        held = [(seat, start, stop) for seat in seats for start, stop in self._holds(seat.id, model, how, layers)]
         chains: dict[int, list[tuple[CandidateWorker, int, int]]] = {layers: []}  # first layer -> parts up to the end
         for part in sorted(held, key=lambda part: -part[1]):
             seat, start, stop = part

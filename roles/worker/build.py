@@ -208,10 +208,10 @@ def build_holding(*, device: str, threads: int, memory_bytes: int) -> Holding:
 
         return measured(device or "auto", threads)
 
-    def measure(config: str, dtype: str) -> dict[str, Any]:
+    def measure(config: str, dtype: str, weights: str) -> dict[str, Any]:
         from p2ptrain.compute.served_part import measure_model
 
-        return measure_model(config, dtype)
+        return measure_model(config, dtype, weights)
 
     return Holding(
         compute_flops=compute_flops,

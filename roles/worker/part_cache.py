@@ -60,11 +60,11 @@ class Part:
         self.positions.add(positions, now)
 
 
-PartKey = tuple[str, int, int, int, str]
+PartKey = tuple[str, int, int, int, str, str]
 
 
 def part_key(model: str, spec: PartSpec) -> PartKey:
-    return model, spec.start, spec.stop, spec.layers, spec.dtype
+    return model, spec.start, spec.stop, spec.layers, spec.dtype, spec.weights
 
 
 class PartCache:
@@ -157,7 +157,7 @@ class PartCache:
             start=spec.start,
             stop=spec.stop,
             layers=spec.layers,
-            dtype=spec.dtype or engine.encoding,
+            dtype=f"{spec.dtype or engine.encoding} {spec.weights}".rstrip(),
             weights_bytes=engine.weights_bytes,
             cache_bytes=sum(part.promised.values()),
             limit_bytes=self.limit_bytes,

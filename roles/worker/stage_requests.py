@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from p2ptrain.core import texts
 from p2ptrain.core.activations import ENCODINGS
 from p2ptrain.core.errors import ProtocolError, Refused, UserError
-from p2ptrain.core.serving import PartSpec, Sampling, check_sampling
+from p2ptrain.core.serving import QUANTIZED, PartSpec, Sampling, check_sampling
 from p2ptrain.core.tensor_files import config_untrusted
 from wire.chain_messages import MAX_POSITIONS, Positions
 from wire.job_messages import MAX_STAGES
@@ -23,6 +23,7 @@ Layer = Annotated[int, Bound(0, MAX_LAYERS)]
 Encoding = Annotated[str, Bound(one_of=tuple(ENCODINGS))]
 Config = Annotated[str, Bound(0, 48 << 10)]
 Dtype = Annotated[str, Bound(one_of=("", "fp32", "bf16", "fp16"))]
+Weights = Annotated[str, Bound(one_of=("", *QUANTIZED))]
 
 
 class PeerAddress(Declared):
@@ -37,6 +38,7 @@ class LoadRequest(Declared):
     """Request ``part.load``.
 
     Attributes:
+        weights: as in ``PartSpec``.
         positions: number for which memory is reserved, of all sessions together.
         path: this worker's own copy of the model; empty if it has none.
         sender: the worker that sends the model; None: the caller does.
@@ -49,6 +51,7 @@ class LoadRequest(Declared):
     stop: Layer
     layers: Layer
     dtype: Dtype
+    weights: Weights
     positions: Positions
     path: Path
     sender: PeerAddress | None
@@ -65,14 +68,15 @@ class LoadRequest(Declared):
         return printable(self.name)
 
     def spec(self, device: str) -> PartSpec:
-        return PartSpec(self.config, self.start, self.stop, self.layers, self.dtype, device)
+        return PartSpec(self.config, self.start, self.stop, self.layers, self.dtype, device, self.weights)
 
 
 class MeasureRequest(Declared):
-    """``model.measure``: the bytes of a model's layers and caches, computed in ``dtype``; empty: in its own."""
+    """``model.measure``: the bytes of a model's layers and caches; ``dtype`` and ``weights`` as in ``PartSpec``."""
 
     config: Config
     dtype: Dtype
+    weights: Weights
 
     def check(self) -> None:
         config_untrusted(self.config)

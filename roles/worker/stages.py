@@ -22,6 +22,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +68,14 @@ class Holding:
     """What a worker needs to hold parts.
 
     Attributes:
-        measure: returns the bytes of a model's layers and caches, by its ``config.json`` and dtype; called on the
-            compute thread.
+        measure: returns the bytes of a model's layers and caches, by its ``config.json``, dtype and weights; called
+            on the compute thread.
         limit_bytes: memory for parts and their caches.
         stream_bps, compute_flops: as in ``compute.device``; each is called once, on the compute thread.
     """
 
     build_part: BuildPart
-    measure: Callable[[str, str], dict[str, Any]]
+    measure: Callable[[str, str, str], dict[str, Any]]
     limit_bytes: int
     stream_bps: Callable[[], float]
     device: str = "auto"
@@ -213,8 +214,8 @@ class Stages:
         match request_untrusted(method, params):
             case LoadRequest() as request:
                 return await self._load(client, request)
-            case MeasureRequest(config, dtype):
-                return await self._measure(client, config, dtype)
+            case MeasureRequest() as request:
+                return await self._measure(client, request)
             case FreeRequest(part):
                 await self._free(client, part)
             case ModelRequest(path):
@@ -245,16 +246,18 @@ class Stages:
                     "stop": part.spec.stop,
                     "layers": part.spec.layers,
                     "dtype": part.spec.dtype,
+                    "weights": part.spec.weights,
                     "weights_bytes": part.engine.weights_bytes,
                 }
                 for part in self.cache.parts.values()
             ],
         }
 
-    async def _measure(self, client: _Client, config: str, dtype: str) -> dict[str, Any]:
+    async def _measure(self, client: _Client, request: MeasureRequest) -> dict[str, Any]:
         try:
             async with client.measuring:
-                return await self._context.compute.run(self._holding.measure, config, dtype)
+                measure = partial(self._holding.measure, request.config, request.dtype, request.weights)
+                return await self._context.compute.run(measure)
         except ConfigError as problem:  # the model's fault, and not this worker's
             raise Refused("bad-spec", problem.message, remedy=problem.remedy) from problem
 

@@ -44,6 +44,7 @@ _VALID: dict[str, dict[str, Any]] = {
         "stop": 2,
         "layers": 3,
         "dtype": "",
+        "weights": "int8",
         "positions": 64,
         "path": "",
         "sender": _PLACE,
@@ -53,7 +54,7 @@ _VALID: dict[str, dict[str, Any]] = {
     "session.close": {"session": "s1", "index": 0},
     "part.free": {"part": "p1"},
     "model.open": {"path": "/nowhere"},
-    "model.measure": {"config": CONFIG, "dtype": ""},
+    "model.measure": {"config": CONFIG, "dtype": "", "weights": ""},
 }
 _ODD = (
     FREE

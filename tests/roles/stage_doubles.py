@@ -204,6 +204,7 @@ def load_params(model: ModelDirectory, start: int, stop: int, layers: int, **cha
         "stop": stop,
         "layers": layers,
         "dtype": "fp32",
+        "weights": "",
         "positions": 64,
         "path": "",
         "sender": None,

@@ -421,7 +421,9 @@ class StandIns:
         self._options = options
         self.holding = Holding(
             build_part=self._build,
-            measure=lambda config, dtype: asdict(sizes_of(config)) | {"dtype": dtype or "fp32", "width": WIDTH},
+            measure=lambda config, dtype, weights: (
+                asdict(sizes_of(config)) | {"dtype": dtype or "fp32", "width": WIDTH}
+            ),
             limit_bytes=limit_bytes,
             stream_bps=lambda: stream_bps,
             compute_flops=(lambda: compute_flops) if compute_flops is not None else None,

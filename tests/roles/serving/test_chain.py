@@ -27,6 +27,7 @@ from roles.serving.chain_core import ChainPhase, ChainSessionCore
 from roles.serving.chain_session import ChainSession
 from roles.serving.model import PassRequest
 from roles.serving.worker_pool import WorkerPool
+from roles.worker.stage_requests import MeasureRequest
 from roles.worker.stages import MAX_REQUESTS
 from tests.roles.stage_stand_in import sizes_of, tokens_of
 from wire.chain_messages import NEXT_LOST, ChainBroken
@@ -402,9 +403,9 @@ async def test_a_model_that_does_not_split_is_refused_as_the_users_mistake(scene
 async def test_another_worker_measures_the_model_if_one_does_not_answer(scene: Scene) -> None:
     asked: list[str] = []
 
-    async def nonsense(_: object, config: str, dtype: str) -> dict[str, Any]:
-        asked.append(config)
-        return asdict(sizes_of(config)) | {"dtype": "int8", "width": 8}
+    async def nonsense(_: object, request: MeasureRequest) -> dict[str, Any]:
+        asked.append(request.config)
+        return asdict(sizes_of(request.config)) | {"dtype": "int8", "width": 8}
 
     replica = await scene.replica()
     first, second, *_ = replica.peers.values()
@@ -417,6 +418,17 @@ async def test_another_worker_measures_the_model_if_one_does_not_answer(scene: S
     with pytest.raises(NetworkError):
         await replica.measure_model(CONFIG, "bf16")
     await replica.close()
+
+
+async def test_parts_with_other_weights_are_loaded_beside_each_other(scene: Scene) -> None:
+    async with scene.chain() as chain:
+        layers = [(stage.start, stage.stop) for stage in chain.plan.stages]
+    for loaded in (False, True):
+        async with scene.chain(weights="int8") as chain:
+            assert chain.plan.loaded == loaded
+            assert [(stage.start, stage.stop) for stage in chain.plan.stages] == layers
+    held = [part for worker in scene.workers.values() for part in worker.stages.cache.parts.values()]
+    assert sorted(part.spec.weights for part in held) == 3 * [""] + 3 * ["int8"]
 
 
 async def test_the_next_client_finds_the_parts_loaded(scene: Scene) -> None:

@@ -322,7 +322,7 @@ async def test_loading_that_is_cancelled_ends_at_the_next_piece(
     asked = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def load_whole(directory: Path, *, device: str, dtype: str, on_bytes: Callable[[int, int], None]) -> None:
+    def load_whole(directory: Path, *, on_bytes: Callable[[int, int], None], **how: str) -> None:
         loop.call_soon_threadsafe(asked.set)
         while True:
             on_bytes(1, 2)
