@@ -10,7 +10,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from p2ptrain.core.errors import P2PTrainError, ResourceError
 from p2ptrain.core.threads import RealThreads, Threads
@@ -154,23 +154,3 @@ def translate_error(error: BaseException) -> ComputeFailed:
     failed = ComputeFailed(f"{type(error).__name__} while computing: {line}", remedy=remedy)
     failed.__cause__ = error
     return failed
-
-
-class Turns(Generic[H]):
-    """A round-robin queue without duplicates: nobody waits for more than one turn of each other waiting item."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[H, None] = {}
-
-    def add(self, who: H) -> None:
-        self._waiting.setdefault(who)
-
-    def drop(self, who: H) -> None:
-        self._waiting.pop(who, None)
-
-    def take(self, ready: Callable[[H], bool]) -> H | None:
-        for who in self._waiting:
-            if ready(who):
-                del self._waiting[who]
-                return who
-        return None

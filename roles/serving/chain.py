@@ -171,7 +171,7 @@ class StageChain:
         if len(self._sessions) >= MOST_SESSIONS:
             raise Refused(RefusalCode.BUSY, f"{MOST_SESSIONS} sessions are open", remedy=CLOSE_REMEDY)
         encoding = self.encodings[0] or self.dtype
-        about = {"stages": self.stages, "positions": positions, "silence_s": self._silence_s()}
+        about = {"stages": self.stages, "positions": positions, "priority": priority, "silence_s": self._silence_s()}
         encodings = {"encoding": encoding, "prefill_encoding": self.encodings[1] or encoding}
         draws = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "seed")}
         seats = [seat.number if seat is not None else -1 for seat in self.seats]

@@ -31,8 +31,8 @@ from p2ptrain.core.world import Clock
 from roles.background import Background
 from roles.compute_thread import ComputeThread
 from roles.engine import StageEngine
-from roles.serving.model import SHARED_CHUNK, PassRequest, PassResult
-from roles.serving.pass_queue import PassQueue
+from roles.pass_queue import SHARED_CHUNK, PassQueue
+from roles.serving.model import PassRequest, PassResult
 from roles.timed_model import load_timed_model
 from wire.chain_messages import MAX_REQUEST_POSITIONS
 from wire.messages import RefusalCode

@@ -129,8 +129,6 @@ class ServedModel(Protocol):
         """Release the model. Never raises."""
 
 
-SHARED_CHUNK = 256
-"""Positions of prompts in one pass while other texts wait for their next token."""
 MOST_PASSES = 8
 """Most passes of a session that may be under way at a time."""
 PLACES = 16

@@ -19,7 +19,8 @@ from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, Refused, Resou
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.world import World
 from roles.background import Background
-from roles.serving.model import SHARED_CHUNK, Decoding, ModelSession, PassOutcome, PassRequest, PassResult, ServedModel
+from roles.pass_queue import SHARED_CHUNK
+from roles.serving.model import Decoding, ModelSession, PassOutcome, PassRequest, PassResult, ServedModel
 from roles.serving.text_stats import DrafterFacts, TextStats, TextSums, sums_of
 from roles.serving.texts import TextPiece, TextRequest, Writing, report_defect
 from wire.chain_messages import MAX_REQUEST_POSITIONS

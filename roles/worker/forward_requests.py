@@ -1,24 +1,26 @@
 """Forward requests (``ForwardRequest``) of split models: what a session on a stage takes, computes and sends on.
 
-``ForwardRequests`` is the shell of the sessions, whose core is ``stage_session``. Sessions with queued requests take
-turns. The engine runs one request at a time on the compute thread. The outputs go to the next stage, or the tokens to
-the client. A session gets no turn while its next stage accepts nothing. When the queues of a client's sessions at a
-stage are full, the connection from the stage before is not read, which holds that stage back.
+``ForwardRequests`` is the shell of the sessions, whose core is ``stage_session``. The requests of a session wait in
+order, its first one in the ``PassQueue`` of its part. Whenever the compute thread is free, one call of the engine
+computes what waits then, at most one request of each session. The outputs go to the next stages, or the tokens to the
+clients. A session gets no turn while its next stage accepts nothing. When the queues of a client's sessions at a stage
+are full, the connection from the stage before is not read, which holds that stage back.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from p2ptrain.core.activations import decode_ids, encode_ids
+from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused
-from p2ptrain.core.serving import Pass, result_of
+from p2ptrain.core.serving import Pass
 from p2ptrain.core.texts import shortened
-from roles.compute_thread import Turns
 from roles.line import Line
+from roles.pass_queue import SHARED_CHUNK, PassQueue
 from roles.worker.context import PeerContext
 from roles.worker.part_cache import MAX_SESSIONS, Part, PartCache
 from roles.worker.stage_links import NextStage, StageClient, StageLinks
@@ -26,6 +28,7 @@ from roles.worker.stage_requests import CloseRequest, OpenRequest, PeerAddress, 
 from roles.worker.stage_session import QUEUED_BYTES, QUEUED_FROM_STAGE, StageSession, batch_sizes_untrusted
 from wire.chain_messages import (
     CHAIN_STREAM,
+    MAX_REQUEST_POSITIONS,
     NEXT_LOST,
     UNKNOWN_SESSION,
     ChainBroken,
@@ -33,6 +36,7 @@ from wire.chain_messages import (
     ForwardRequest,
     Sampled,
     SampledBatch,
+    split_batch,
 )
 from wire.connection import Connection
 from wire.messages import Hello, RefusalCode
@@ -71,13 +75,13 @@ def of_session(hello: Hello) -> tuple[str, int]:
 
 
 class ForwardRequests:
-    """The sessions of a worker's stages. They take turns; one request is computed at a time."""
+    """The sessions of a worker's stages. One batch of requests is computed at a time."""
 
     def __init__(self, context: PeerContext, cache: PartCache) -> None:
         self._context, self._cache = context, cache
         self._compute, self._now = context.compute, context.world.clock.now
         self.sessions: dict[tuple[str, int], OpenStage] = {}
-        self._turns: Turns[OpenStage] = Turns()
+        self._queues: dict[Part, PassQueue[OpenStage]] = {}
         self._wake = asyncio.Event()
         self._links = StageLinks(context, self._wake.set, self._lose_next)
 
@@ -126,8 +130,7 @@ class ForwardRequests:
         if (request.next is None) != stage.core.last:
             raise ProtocolError("every stage but the last must have a next stage")
         stage.core.raise_epoch(request.epoch)
-        self._turns.drop(stage)
-        client.changed.set()
+        self._drop_turn(stage)
         # A pass that runs now is of an older epoch: its result is dropped.
         position = stage.core.position = min(stage.core.position, request.keep)
         await self._link(stage, request.next)
@@ -144,10 +147,9 @@ class ForwardRequests:
             return
         del self.sessions[stage.key]
         stage.core.close()
-        self._turns.drop(stage)
+        self._drop_turn(stage)
         stage.use(None)
         self._cache.leave(stage.part, stage, self._now())
-        stage.client.changed.set()
         # Queued at once, so that it runs before a new ``open`` of the same session.
         self._compute.submit(stage.part.engine.close, stage.core.id)
 
@@ -208,9 +210,8 @@ class ForwardRequests:
         payload, start = memoryview(await line.receive_bulk(sum(sizes), stream=CHAIN_STREAM)), 0
         for work, stage, size_bytes in zip(batch.requests, stages, sizes, strict=True):
             if stage is not None and stage.core.admit(work, payload[start : start + size_bytes]):
-                self._turns.add(stage)
+                self._wait_with(stage)
             start += size_bytes
-        self._wake.set()
 
     async def serve_stage(self, connection: Connection, stage: OpenStage) -> None:
         """Serve the stage before: read its requests as fast as they are computed. Raises as ``take``.
@@ -244,48 +245,102 @@ class ForwardRequests:
 
     async def run(self) -> None:
         while True:
-            stage = self._turns.take(lambda stage: stage.link is None or not stage.link.crowded)
-            if stage is None:
+            part, batch = self._take_batch()
+            if part is None:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            work, payload = stage.core.queue.popleft()
-            if stage.core.queue:
-                self._turns.add(stage)
-            stage.client.changed.set()
-            await self._compute_one(stage, work, payload)
+            await self._compute_batch(part, batch)
 
-    async def _compute_one(self, stage: OpenStage, work: ForwardRequest, payload: memoryview) -> None:
-        began, core = self._now(), stage.core
+    def _wait_with(self, stage: OpenStage) -> None:
+        """Let the session's next request, if there is one, wait for a batch."""
+        if stage.core.queue:
+            work, _ = stage.core.queue[0]
+            is_long = work.prefill or not work.samples
+            queue = self._queues.setdefault(stage.part, PassQueue())
+            queue.add(stage, work.count, prefill=is_long, priority=stage.core.asked.priority)
+            self._wake.set()
+
+    def _drop_turn(self, stage: OpenStage) -> None:
+        if (queue := self._queues.get(stage.part)) is not None:
+            queue.drop(stage)
+        stage.client.changed.set()
+
+    def _take_batch(self) -> tuple[Part | None, list[OpenStage]]:
+        """The sessions whose next requests are computed together, and their part. Parts take turns.
+
+        A batch has only some of the sessions that write: the others are at the other stages meanwhile, so that all
+        stages are busy.
+        """
+        for part, queue in list(self._queues.items()):
+            opened = self._of(part)
+            stages = max([stage.core.asked.stages for stage in opened], default=1)
+            most = SHARED_CHUNK if any(stage.core.is_writing for stage in opened) else MAX_REQUEST_POSITIONS
+            batch = queue.take(
+                lambda stage: stage.link is None or not stage.link.crowded,
+                most_sessions=-(-len(opened) // stages),
+                most_prompt_positions=most,
+            )
+            if batch:
+                del self._queues[part]
+                self._queues[part] = queue
+                return part, batch
+            if not opened:
+                del self._queues[part]
+        return None, []
+
+    async def _compute_batch(self, part: Part, batch: Sequence[OpenStage]) -> None:
+        began = self._now()
+        begun = list[tuple[OpenStage, ForwardRequest]]()
+        passes = dict[str, Pass]()
+        for stage in batch:
+            work, payload = stage.core.queue.popleft()
+            try:
+                passes[stage.core.id] = stage.core.begin(work, payload)
+            except ProtocolError as problem:
+                self._break(stage, stage.core.index, RefusalCode.PROTOCOL, problem)
+                continue
+            begun.append((stage, work))
+            self._wait_with(stage)
+            stage.client.changed.set()
+        if not passes:
+            return
         try:
-            core.begin(work)
-            samples, encoding = work.samples if core.last else 0, core.out_encoding(work)
-            what = (samples, work.sample_index, decode_ids(work.targets) if core.last else ())
-            asked = Pass(work.keep, payload, work.count, work.encoding, encoding, *what)
-            ran = result_of((await self._compute.run(stage.part.engine.run, {core.id: asked}))[core.id])
+            ran = await self._compute.run(part.engine.run, passes)
         except P2PTrainError as problem:
-            if core.current(work):
-                self._break(stage, core.index, _code(problem), problem)
-            return
+            ran = dict.fromkeys(passes, problem)
         took_s = self._now() - began
-        stage.part.add_pass(self._now(), took_s, work.count)
-        if not core.current(work):
-            return
-        core.position = work.keep + work.count
-        spent_us = [*work.spent_us, round(1e6 * took_s)]
-        if work.last == core.index:
-            found = encode_ids(ran.tokens) if work.samples else b"", spent_us, ran.scores
-            stage.client.send(SampledBatch([Sampled(work.session, work.epoch, work.number, *found)]))
-        elif stage.link is not None:
-            stage.part.out_position_bytes = ran.payload.nbytes / work.count
-            onward = replace(work, encoding=encoding, spent_us=spent_us)
-            stage.link.send([(onward, ran.payload)])
+        part.add_pass(self._now(), took_s, sum(work.count for _, work in begun))
+        ended: defaultdict[StageClient, list[Sampled]] = defaultdict(list)
+        onward: defaultdict[NextStage, list[tuple[ForwardRequest, memoryview]]] = defaultdict(list)
+        for stage, work in begun:
+            core, result = stage.core, ran[stage.core.id]
+            if not core.current(work):
+                continue
+            if isinstance(result, P2PTrainError):
+                self._break(stage, core.index, _code(result), result)
+                continue
+            core.end(work)
+            spent_us = [*work.spent_us, round(1e6 * took_s)]
+            if work.last == core.index:
+                tokens = encode_ids(result.tokens) if work.samples else b""
+                ended[stage.client].append(
+                    Sampled(work.session, work.epoch, work.number, tokens, spent_us, result.scores)
+                )
+            elif stage.link is not None:
+                part.out_position_bytes = result.payload.nbytes / work.count
+                request = replace(work, encoding=core.out_encoding(work), spent_us=spent_us)
+                onward[stage.link].append((request, result.payload))
+        for link, requests in onward.items():
+            link.send(requests)
+        for client, results in ended.items():
+            for answers in split_batch(results):
+                client.send(SampledBatch(answers))
 
     def _break(self, stage: OpenStage, lost: int, code: str, problem: P2PTrainError) -> None:
         core = stage.core
         core.fail()
-        self._turns.drop(stage)
-        stage.client.changed.set()
+        self._drop_turn(stage)
         reason, remedy = shortened(problem.message), shortened(problem.remedy)
         stage.client.send(ChainBroken(core.id, core.epoch, lost, code, reason, remedy))
 

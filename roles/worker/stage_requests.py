@@ -102,6 +102,7 @@ class OpenRequest(Declared):
         index: of this stage, of ``stages``.
         next: address of the next stage; None on the last one.
         encoding, prefill_encoding: of the outputs; the second for requests that the client marks as prefill.
+        priority: requests of sessions with a lower one are computed first.
     """
 
     session: Id
@@ -118,6 +119,7 @@ class OpenRequest(Declared):
     top_p: Annotated[float, Bound(0, 1)]
     seed: Annotated[int, Bound(-(1 << 63), (1 << 64) - 1)]
     silence_s: Silence
+    priority: Annotated[int, Bound(-(1 << 31), 1 << 31)] = 0
 
     @property
     def sampling(self) -> Sampling:

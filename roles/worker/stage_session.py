@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from p2ptrain.core.activations import IDS, activation_bytes
+from p2ptrain.core.activations import IDS, activation_bytes, decode_ids
 from p2ptrain.core.errors import ProtocolError, Refused
+from p2ptrain.core.serving import Pass
 from roles.worker.stage_requests import OpenRequest
 from wire.chain_messages import MAX_REQUEST_POSITIONS, ForwardRequest
 
@@ -57,6 +58,7 @@ class StageSession:
         epoch: set by the client; requests of an older epoch are dropped.
         position: length of the history; the next request may keep at most this much.
         broken: the session admits nothing until the client raises the epoch.
+        is_writing: its prompt is computed, so the person who reads its text waits for each pass.
         queue: admitted requests and their payloads, in order.
     """
 
@@ -65,6 +67,7 @@ class StageSession:
     epoch: int = field(init=False)
     position: int = 0
     broken: bool = False
+    is_writing: bool = False
     closed: bool = False
     queue: deque[tuple[ForwardRequest, memoryview]] = field(default_factory=deque)
 
@@ -130,9 +133,16 @@ class StageSession:
     def current(self, work: ForwardRequest) -> bool:
         return work.epoch == self.epoch and not self.broken and not self.closed
 
-    def begin(self, work: ForwardRequest) -> None:
+    def begin(self, work: ForwardRequest, payload: memoryview) -> Pass:
+        """The pass of the engine that computes a request. Raises ``ProtocolError``: it keeps more than there is."""
         if work.keep > self.position:
             raise ProtocolError(f"the request keeps {work.keep} positions, but the session has {self.position}")
+        rows = (work.samples, work.sample_index, decode_ids(work.targets)) if self.last else ()
+        return Pass(work.keep, payload, work.count, work.encoding, self.out_encoding(work), *rows)
+
+    def end(self, work: ForwardRequest) -> None:
+        self.position = work.keep + work.count
+        self.is_writing = bool(work.samples)
 
     def fail(self) -> None:
         self.broken = True

@@ -231,6 +231,7 @@ def open_params(
         "top_p": 1.0,
         "seed": 0,
         "silence_s": 2.0,
+        "priority": 0,
     } | changes
 
 

@@ -160,6 +160,7 @@ class StandInStage:
         sessions: by name, in the order of ``open``; for tests to look at.
         pool_blocks: blocks of all sessions together, once memory is reserved; until then as many as are needed.
         remembered: the first positions of texts, by the hash of their last block.
+        batches: sessions of each call of ``run``.
     """
 
     def __init__(
@@ -180,6 +181,7 @@ class StandInStage:
         self.sessions: dict[str, _Session] = {}
         self.pool_blocks = 0
         self.remembered: dict[bytes, list[Values]] = {}
+        self.batches: list[list[str]] = []
         self._tensors = tensors
         self._layers = [tensors[f"layers.{layer}.weight"].sum(axis=0) for layer in range(spec.start, spec.stop)]
         self._context = context
@@ -214,6 +216,7 @@ class StandInStage:
 
     def run(self, passes: Mapping[str, Pass]) -> dict[str, Ran | P2PTrainError]:
         ran: dict[str, Ran | P2PTrainError] = {}
+        self.batches.append(list(passes))
         for session in [session for session in self.sessions if session in passes]:
             try:
                 self._make_room(session, passes[session])

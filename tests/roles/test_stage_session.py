@@ -1,17 +1,14 @@
-"""The cores behind the stages: what a session takes, whose turn it is, what fits."""
+"""The cores behind the stages: what a session takes, what fits."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ProtocolError, Refused
 from p2ptrain.core.serving import PartSpec
-from roles.compute_thread import Turns
 from roles.worker.part_cache import IDLE_S, Part, PartCache
 from roles.worker.stage_session import StageSession
 from tests.roles.stage_doubles import session_of
@@ -56,9 +53,9 @@ def test_requests_of_an_older_epoch_are_dropped() -> None:
 def test_a_request_keeps_computed_positions_only() -> None:
     session = session_at()
     session.position = 4
-    session.begin(work_of(keep=4))
+    assert session.begin(work_of(keep=4), memoryview(b"")).out_encoding == "int8"
     with pytest.raises(ProtocolError, match="the request keeps 5 positions, but the session has 4"):
-        session.begin(work_of(keep=5))
+        session.begin(work_of(keep=5), memoryview(b""))
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -72,28 +69,6 @@ def test_only_prompts_travel_in_their_own_encoding(count: int) -> None:
         with pytest.raises(ProtocolError, match=r"hidden states in .*, expected"):
             second.payload_bytes_untrusted(work_of(count=count, encoding=encoding, prefill=not prefill))
     assert first.payload_bytes_untrusted(work_of(encoding="ids", spent_us=[])) == 16
-
-
-# --------------------------------------------------------------------------------------------------------------- turns
-
-
-@given(st.lists(st.tuples(st.sampled_from(["add", "drop", "take"]), st.integers(0, 4)), max_size=60))
-def test_turns_are_round_robin(changes: list[tuple[str, int]]) -> None:
-    turns: Turns[int] = Turns()
-    waiting: list[int] = []
-    for change, who in changes:
-        if change == "add":
-            turns.add(who)
-            if who not in waiting:
-                waiting.append(who)
-        elif change == "drop":
-            turns.drop(who)
-            waiting = [each for each in waiting if each != who]
-        else:
-            ready = [each for each in waiting if each != who]
-            taken = turns.take(lambda each, who=who: each != who)  # type: ignore[misc]
-            assert taken == (ready[0] if ready else None)
-            waiting = [each for each in waiting if each != taken]
 
 
 # --------------------------------------------------------------------------------------------------------------- shelf

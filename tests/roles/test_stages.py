@@ -182,17 +182,69 @@ async def test_sessions_share_the_connection_to_the_next_stage(chain: TestChain)
         await chain.open(session)
     [link] = {stage.link for stage in chain.stages[0].stages.requests.sessions.values()}
     await chain.clients[0].ask("session.close", {"session": "s1", "index": 0})
-    await chain.clients[1].ask("session.close", {"session": "s1", "index": 1})
-    await chain.open("s3")
     assert await chain.generate("s2", PROMPT, 3) == tokens_of(CONFIG, PROMPT, 3, GREEDY)
+    await chain.clients[0].ask("session.close", {"session": "s2", "index": 0})
+    for session in ("s1", "s2"):
+        await chain.clients[1].ask("session.close", {"session": session, "index": 1})
+        await chain.open(session)
     assert {stage.link for stage in chain.stages[0].stages.requests.sessions.values()} == {link}
+    assert await chain.generate("s1", PROMPT, 3) == tokens_of(CONFIG, PROMPT, 3, GREEDY)
     [client] = chain.stages[1].stages._clients
     client.incoming[0].abort()
     broken = [await chain.clients[0].next(), await chain.clients[0].next()]
     assert {(item.session, item.code) for item in broken if isinstance(item, ChainBroken)} == {
+        ("s1", "next-stage"),
         ("s2", "next-stage"),
-        ("s3", "next-stage"),
     }
+
+
+async def test_sessions_are_computed_together_and_all_stages_are_busy(chain: TestChain) -> None:
+    names = ["s1", "s2", "s3", "s4"]
+    generations = [Generation(name, [*PROMPT, at], 1) for at, name in enumerate(names)]
+    for name in names:
+        await chain.open(name)
+    for _ in range(3):
+        chain.clients[0].give_all([generation.work() for generation in generations])
+        for _ in names:
+            answer = await chain.answer()
+            generations[names.index(answer.session)].take(answer)
+    for generation in generations:
+        prompt = [*PROMPT, generations.index(generation)]
+        assert generation.made == tokens_of(CONFIG, prompt, 3, GREEDY)
+    for stage in chain.stages:
+        assert stage.stand_ins.engines[0].batches == [names, *2 * [names[:2], names[2:]]]
+
+
+async def test_a_session_that_ends_or_breaks_within_a_batch_leaves_the_others(
+    chain: TestChain, network: MemoryNetwork
+) -> None:
+    """Three are computed together. Meanwhile one gets a new epoch, and the client of another one leaves."""
+    for name in ("s0", "s1", "s2"):
+        await chain.open(name)
+    at = network.at("other")
+    async with client_of(at, "w1", peer_id="other") as last, client_of(at, "w0", peer_id="other") as other:
+        await last.ask("session.open", open_params("s9", chain.parts[1], 1, 2))
+        await other.ask("session.open", open_params("s9", chain.parts[0], 0, 2, "w1"))
+        chain.stages[0].threads.call_s["compute"] = 1.0
+        chain.clients[0].give(*ids_work("s0", PROMPT, keep=0, last=0, samples=0))
+        await asyncio.sleep(0.5)  # virtual
+        kept, renewed = Generation("s2", PROMPT, 1), Generation("s1", PROMPT, 1)
+        chain.clients[0].give_all([kept.work(), renewed.work()])
+        other.give(*ids_work("s9", PROMPT, keep=0, last=0, samples=0))
+        await asyncio.sleep(1)  # virtual: they are being computed
+        assert sorted(chain.stages[0].stand_ins.engines[0].batches[1]) == ["s1", "s2", "s9"]
+        for index, following in ((1, None), (0, place(chain.stages[1]))):
+            params = {"session": "s1", "index": index, "epoch": 1, "keep": 0, "next": following}
+            assert await chain.clients[index].ask("session.resume", params) == {"position": 0}
+    renewed.epoch = 1
+    for generation in (kept, renewed):
+        while len(generation.made) < 3:
+            if generation is renewed or generation.made:
+                chain.clients[0].give(*generation.work())
+            answer = await chain.answer()
+            if answer.session != "s0":
+                generation.take(answer)
+        assert generation.made == tokens_of(CONFIG, PROMPT, 3, GREEDY)
 
 
 async def test_a_message_of_too_many_positions_ends_the_connection(chain: TestChain) -> None:

@@ -205,18 +205,25 @@ async def test_a_stage_that_dies_is_replaced_once(scene: Scene, encoding: str) -
 async def test_a_stage_dies_under_more_sessions_than_a_worker_answers_requests_at_a_time(scene: Scene) -> None:
     slow_down(scene)
     async with scene.chain(positions=2000) as chain:
+        barrier = asyncio.Barrier(MAX_REQUESTS + 9)
+
+        async def wait_for_others(tokens: int) -> None:
+            if tokens == 3:
+                await barrier.wait()
 
         async def write(number: int) -> None:
             session = await open_session(chain, GREEDY, 8)
-            await decode(session, [number, 7], tokens_of(CONFIG, [number, 7], 6, GREEDY))
+            await decode(session, [number, 7], tokens_of(CONFIG, [number, 7], 6, GREEDY), before=wait_for_others)
             await session.close()
 
         running = [asyncio.create_task(write(number)) for number in range(MAX_REQUESTS + 8)]
-        await asyncio.sleep(2)  # virtual: all are open
+        await barrier.wait()
         assert scene.sessions() == {"w0": len(running), "w1": len(running), "w2": len(running), "w3": 0}
         scene.kill("w1")
         await asyncio.gather(*running)
         assert [kind for _, kind, _ in scene.told].count("stage-replaced") == 1, "sought once for all"
+        [engine] = scene.workers["w3"].stand_ins.engines
+        assert max(map(len, engine.batches)) > 8, "it computes what was lost of several sessions together"
         await asyncio.sleep(1)  # virtual: what was told of their ends arrives
         assert not any(stage.stages.requests.sessions for stage in scene.workers.values())
 

@@ -16,6 +16,9 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
+SHARED_CHUNK = 256
+"""Positions of prompts in one batch while other texts wait for their next token."""
+
 
 @dataclass(frozen=True, slots=True)
 class _WaitingPass:

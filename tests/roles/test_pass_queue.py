@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roles.serving.pass_queue import PassQueue
+from roles.pass_queue import PassQueue
 
 ROOM = 100
 adds = st.tuples(st.integers(0, 7), st.integers(1, 150), st.booleans(), st.integers(0, 1))
