@@ -236,7 +236,8 @@ class StandInStage:
         for last in reversed(self.sessions.values()):
             if self.free_positions >= lacking:
                 return
-            last.preempted, last.history = last is not state and bool(last.history), []
+            last.preempted |= last is not state and bool(last.history)
+            last.history = []
             if last is state:
                 raise Preempted("older sessions need the memory")
 
