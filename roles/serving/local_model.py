@@ -11,6 +11,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,9 +50,9 @@ class LocalModel:
     Args:
         engine: engine of all layers. compute: the thread on which it was made; other models may use it, too.
         max_sessions: most sessions at a time; 0: any number.
-        cache_bytes: limit of all sessions' caches together; 0: what the engine finds free. Sessions may be opened for
-            more positions together: if memory runs out, those that were opened last lose theirs, wait, and are
-            computed again.
+        cache_bytes: memory for all sessions' caches together. Sessions may be opened for more: if memory runs out,
+            those that were opened last lose theirs, wait, and are computed again. 0: as much as open sessions need,
+            and at least for ``usual_positions``, if there is so much.
 
     Attributes:
         sessions: open ones, in the order of their opening.
@@ -67,12 +68,13 @@ class LocalModel:
         context: int | None = None,
         max_sessions: int = 64,
         cache_bytes: int = 0,
+        usual_positions: int = 0,
     ) -> None:
         self.vocab_size, self.context, self.dtype = engine.vocab_size, context, engine.encoding
         self.engine, self._compute, self._clock = engine, compute, clock
         self.sessions: list[LocalSession] = []
         self.busy_s, self.preemptions = 0.0, 0
-        self._max_sessions = max_sessions
+        self._max_sessions, self._usual_positions = max_sessions, usual_positions
         position_bytes = engine.cache_position_bytes  # 0: unknown
         self._most_positions = cache_bytes // position_bytes if position_bytes else 0
         self._opened = 0  # sessions, closed ones too
@@ -89,12 +91,12 @@ class LocalModel:
         if not self._opened:
             self._tasks.start(self._compute_batches(), "batches")
         self._opened += 1
-        session = LocalSession(self, f"session {self._opened}", sample_from, priority)
+        session = LocalSession(self, f"session {self._opened}", positions, sample_from, priority)
         self.sessions.append(session)
+        opened_positions = sum(_whole_blocks(each.positions) for each in self.sessions)
 
         def open_in_engine() -> int:
-            if self._most_positions:
-                self.engine.reserve(self._most_positions)
+            self._reserve(opened_positions)
             hashes = hash_blocks(ids[:-1])  # the last position is always computed
             return self.engine.open(session.name, positions=positions, sampling=sampling, block_hashes=hashes)
 
@@ -104,6 +106,13 @@ class LocalModel:
             await session.close()  # after a cancel the engine may have it
             raise
         return session
+
+    def _reserve(self, opened_positions: int) -> None:
+        if self._most_positions:
+            self.engine.reserve(self._most_positions)
+            return
+        with suppress(ResourceError):  # then sessions share what there is
+            self.engine.reserve(max(self._usual_positions, opened_positions))
 
     async def close(self) -> None:
         if not self._closed:
@@ -191,7 +200,7 @@ class LocalModel:
             raise Refused(RefusalCode.SHUTTING_DOWN, "the model is being released", remedy="try again later")
         check_positions(positions, self.context)
         most = self._most_positions
-        if most and positions > (fitting := most - most % BLOCK_POSITIONS):
+        if most and _whole_blocks(positions) > (fitting := most - most % BLOCK_POSITIONS):
             need_bytes, most_bytes = (count * self.engine.cache_position_bytes for count in (positions, most))
             raise UserError(
                 f"a session of {positions} positions takes {human_bytes(need_bytes)}, but sessions may take only "
@@ -201,6 +210,10 @@ class LocalModel:
             )
         if self._max_sessions and len(self.sessions) >= self._max_sessions:
             raise Refused(RefusalCode.BUSY, f"{self._max_sessions} sessions are open", remedy=CLOSE_REMEDY)
+
+
+def _whole_blocks(positions: int) -> int:
+    return -(-positions // BLOCK_POSITIONS) * BLOCK_POSITIONS
 
 
 @dataclass(eq=False, slots=True)
@@ -222,7 +235,7 @@ class LocalSession:
     """A ``ModelSession``.
 
     Attributes:
-        name: in the engine. priority: as of ``ServedModel.open``.
+        name: in the engine. positions, priority: as of ``ServedModel.open``.
         passes: those that are not answered yet, in order.
         ids: the history. computed: so many of its first positions are in the engine. cached: as of ``ModelSession``.
         admitted: there is memory for its next pass. Until then its passes wait.
@@ -231,9 +244,9 @@ class LocalSession:
     lost = False  # only a pass can fail, and its caller gets the error
     most_passes = 1  # one thread computes them
 
-    def __init__(self, model: LocalModel, name: str, sample_from: int, priority: int) -> None:
+    def __init__(self, model: LocalModel, name: str, positions: int, sample_from: int, priority: int) -> None:
         self.sample_from = sample_from
-        self.name, self.priority = name, priority
+        self.name, self.positions, self.priority = name, positions, priority
         self.passes: deque[WaitingPass] = deque()
         self.ids: list[int] = []
         self.computed = self.cached = 0
@@ -275,8 +288,10 @@ class LocalSession:
 
     @property
     def needs_positions(self) -> int:
-        """Positions that its next pass and the block after it add to its memory."""
-        return BLOCK_POSITIONS + (self.passes[0].request.stop - self.computed if self.passes else 0)
+        """Memory that it will need soon: for its next pass, and for a block after it."""
+        stop = self.passes[0].request.stop if self.passes else self.computed
+        soon = min(_whole_blocks(stop) + BLOCK_POSITIONS, _whole_blocks(self.positions))
+        return soon - _whole_blocks(self.computed)
 
     def take_over(self, ids: Sequence[int], cached: int) -> None:
         """Begin with the first ``cached`` positions of ``ids``, which the engine has."""

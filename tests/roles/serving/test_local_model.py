@@ -223,8 +223,8 @@ async def test_texts_are_those_of_plain_decoding_where_memory_runs_out() -> None
         async def write(number: int) -> None:
             prompt = [number, *range(10 + 20 * number)]
             sampling = Sampling(temperature=1.0, seed=number)
-            session = await target.open(positions=190, sampling=sampling, sample_from=len(prompt), ids=prompt)
-            await decode(session, prompt, tokens_of(CONFIG, prompt, 70, sampling), drafts=2, seed=number)
+            session = await target.open(positions=199, sampling=sampling, sample_from=len(prompt), ids=prompt)
+            await decode(session, prompt, tokens_of(CONFIG, prompt, 100, sampling), drafts=2, seed=number)
             await session.close()
 
         await asyncio.gather(*map(write, range(5)))
@@ -256,10 +256,30 @@ async def test_session_that_is_preempted_waits_until_there_is_room() -> None:
 
 
 @pytest.mark.virtual_time
+async def test_memory_grows_with_the_sessions_as_far_as_there_is_some() -> None:
+    engine = engine_of()
+    reserve = engine.reserve
+
+    def limited(positions: int) -> None:
+        if positions > 256:
+            raise ResourceError("too little memory")
+        reserve(positions)
+
+    engine.reserve = limited  # type: ignore[method-assign]
+    async with target_of(engine, usual_positions=100) as target:
+        pools = []
+        for positions in (60, 70, 100):
+            await target.open(positions=positions, sampling=GREEDY, sample_from=1)
+            pools.append(engine.pool_blocks)
+        assert pools == [2, 3, 3]
+
+
+@pytest.mark.virtual_time
 async def test_pass_that_never_has_room_fails() -> None:
     engine = engine_of()
-    engine.reserve(BLOCK_POSITIONS)
     async with target_of(engine) as target:
+        engine.reserve = lambda positions: None  # type: ignore[method-assign]
+        engine.pool_blocks = 1
         session = await target.open(positions=150, sampling=GREEDY, sample_from=1)
         with refused(ResourceError, "older sessions"):
             await session.append(PassRequest(0, (1,) * 65, 1))
