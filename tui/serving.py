@@ -100,7 +100,8 @@ def draw_verifier(
     rows = [_title(verifier, look_of, width)]
     figures: list[Row] = []
     if verifier.wrote:
-        figures += [_pace(verifier, paces, width - 2), *_token(verifier, width - 2), *_drafts(verifier, width - 2)]
+        figures += [_pace(verifier, paces, width - 2), *_waits(verifier, width - 2), *_token(verifier, width - 2)]
+        figures += _drafts(verifier, width - 2)
     if verifier.idle:
         figures = [[Span(span.text, "dim") for span in row] for row in figures]
     rows += [[Span("  "), *row] for row in figures]
@@ -129,6 +130,22 @@ def _pace(verifier: Verifier, paces: Sequence[float | None], width: int) -> Row:
     cells = max(0, width - LABEL - cell_len(text))
     line = fmt.sparkline(paces, cells) if any(paces) else " " * cells
     return [Span(f"{'pace':<{LABEL}}", "dim"), Span(line, "calm"), Span(text, "strong")]
+
+
+def _waits(verifier: Verifier, width: int) -> list[Row]:
+    parts: list[str] = []
+    for name, words in (("first", "first token after {}"), ("between", "{} between tokens")):
+        if (median_ms := verifier.figure(f"{name}_ms")) is not None:
+            most = f" (95 %: {fmt.millis(verifier.figure(f'{name}_p95_ms'))})"
+            parts.append(words.format(fmt.millis(median_ms)) + most)
+    if rate := verifier.figure("prompt_tokens_per_s"):
+        parts.append(f"{fmt.count(rate)} tok/s of prompts")
+    if (share := verifier.figure("cached_share")) is not None:
+        parts.append(f"{fmt.percent(share)} cached")
+    if count := verifier.figure("preemptions"):
+        parts.append(f"{fmt.count(count)} preempted")
+    label = [Span(f"{'waits':<{LABEL}}", "dim")]
+    return [fmt.fitting(label, _join_with_dots(parts, "", ""), width)] if parts else []
 
 
 def _token(verifier: Verifier, width: int) -> list[Row]:

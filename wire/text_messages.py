@@ -36,11 +36,16 @@ from wire.schema import Bound, ContentIdOrNone, Count, Declared, Figure, Host, I
 
 
 class StreamRefused(Message, kind=71):
-    """The text is not written or continued, or the session is not drafted for. Fields as in ``Refuse``."""
+    """The text is not written or continued, or the session is not drafted for. Fields as in ``Refuse``.
+
+    Attributes:
+        retry_after_s: time after which another attempt may succeed; 0: unknown.
+    """
 
     code: str
     reason: str
     remedy: str = ""
+    retry_after_s: Annotated[int, Bound(0, 86400)] = 0
 
 
 class StreamClose(Message, kind=74):
@@ -49,6 +54,7 @@ class StreamClose(Message, kind=74):
 
 MOST_BYTES = 4 << 20
 """Largest question: a prompt of a million tokens."""
+MOST_PRIORITY = 1 << 31
 MOST_TURNS = 1024
 MOST_STOPS, STOP_CHARS = 16, 1024
 MOST_MODELS, MODEL_CHARS = 16, 255
@@ -65,6 +71,7 @@ class TextQuestion(Message, kind=69):
         temperature, top_k, top_p: None: the model's default.
         stop: stop strings; the text ends before the first of them.
         speculate: whether drafters may help.
+        priority: among texts that wait for a place, those with a lower one begin first.
     """
 
     model: Annotated[str, Bound(1, MODEL_CHARS)]
@@ -77,6 +84,7 @@ class TextQuestion(Message, kind=69):
     seed: int
     stop: Annotated[list[Annotated[str, Bound(1, STOP_CHARS)]], Bound(0, MOST_STOPS)]
     speculate: bool
+    priority: Annotated[int, Bound(-MOST_PRIORITY, MOST_PRIORITY)] = 0
 
     def check(self) -> None:
         if len(self.sizes) != (len(self.roles) or 1) or self.size_bytes > MOST_BYTES:

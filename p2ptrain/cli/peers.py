@@ -73,6 +73,26 @@ def print_peers(found: list[PeerInfo], serving: Sequence[ServingInfo] = ()) -> N
     columns = ("NAME", "ID", "ROLES", "STATE", *figures[:3], "DEVICE", *figures[3:], *of_serving, *of_server, "ADDRESS")
     less = ("DEVICE", "ADDRESS", "RTT MS", "MEMORY", *of_serving[:0:-1], "RANK", "PART", "STEP", "MODEL", "TOKENS/S")
     print_table(columns, rows, right=(*figures, *of_serving[1:], *of_server), less=less, cut=("NAME",))
+    for info in serving:
+        if info.role == "verifier":
+            typer.echo(_describe_verifier(info))
+
+
+def _describe_verifier(info: ServingInfo) -> str:
+    known, stats = [f"{info.sessions} running, {info.stats.get('waiting', 0):.0f} waiting"], info.stats
+    for name, words in (
+        ("tokens_per_s", "{:.0f} tokens/s written"),
+        ("prompt_tokens_per_s", "{:.0f} tokens/s of prompts"),
+        ("first_ms", "first token after {:.0f} ms"),
+        ("between_ms", "{:.1f} ms between tokens"),
+        ("cached_share", "{:.0%} of prompts cached"),
+        ("alpha", "{:.0%} of drafts right"),
+    ):
+        if (value := stats.get(name)) is not None:
+            known.append(words.format(value))
+    if preemptions := stats.get("preemptions"):
+        known.append(f"{preemptions:.0f} times preempted")
+    return f"{printable(info.name)}, {printable(info.model)}: {', '.join(known)}"
 
 
 def _describe_staleness(peer: PeerInfo) -> str:

@@ -41,11 +41,12 @@ from roles.serving.worker_pool import workers_of
 from roles.timed_model import load_timed_model
 from roles.verifier.drafters import Drafters, Vocabulary
 from roles.verifier.server import serve_texts
-from roles.verifier.service import VerifierService
+from roles.verifier.service import USUAL_SESSIONS, VerifierService
 from wire.address import format_address
 from wire.text_messages import MODEL_CHARS, MOST_MODELS, DrafterAddress, Serving
 
-USUAL_SESSIONS = 4
+FULL_TEXTS = 4
+"""Memory is reserved for so many texts of the usual largest length. Most are shorter, so that more fit."""
 LEAVE_S = 0.8
 """Time limit of each clean-up. A member's program has a few of them, one after another (``cli.joining``)."""
 _START_WORKERS = "start some: p2ptrain join"
@@ -237,8 +238,18 @@ async def _local_models(
         console.clear()
     weights_bytes = sum(engine.weights_bytes for engine, _ in engines)
     left_bytes = cache_bytes(options.memory_bytes, directories, engines[0][0].encoding, weights_bytes)
-    limits = {"max_sessions": most_sessions, "cache_bytes": left_bytes // len(engines)}
-    models = [LocalModel(engine, compute, member.world.clock, context=context, **limits) for engine, context in engines]
+    models = [
+        LocalModel(
+            engine,
+            compute,
+            member.world.clock,
+            context=context,
+            max_sessions=most_sessions,
+            cache_bytes=left_bytes // len(engines),
+            usual_positions=min(most_sessions, FULL_TEXTS) * min(context or TYPICAL_POSITIONS, TYPICAL_POSITIONS),
+        )
+        for engine, context in engines
+    ]
     try:
         yield models
     finally:
@@ -296,7 +307,7 @@ async def split_model(
                 await asyncio.sleep(LOOK_S)
 
     shortage, stages = "", SplitOptions(options.split or None, options.dtype, weights=options.weights)
-    positions = sessions * conversation_positions(text)
+    positions = min(sessions, FULL_TEXTS) * conversation_positions(text)
     while True:
         workers = await known()
         async with AsyncExitStack() as stack:

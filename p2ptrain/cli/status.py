@@ -17,7 +17,7 @@ from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.texts import human_seconds, human_time, printable
 from wire.address import how_to_join
-from wire.records import FINISHED_STATES, CheckpointInfo, ClusterInfo, EventInfo, JobInfo, PeerInfo
+from wire.records import FINISHED_STATES, CheckpointInfo, ClusterInfo, EventInfo, JobInfo, PeerInfo, ServingInfo
 
 if TYPE_CHECKING:
     from wire.client import SeedClient
@@ -43,17 +43,21 @@ def status(seed: SeedOption = "", as_json: JsonOption = False) -> None:
     from p2ptrain.cli.jobs import print_jobs
     from p2ptrain.cli.peers import print_peers
 
-    async def look() -> tuple[ClusterInfo, list[PeerInfo], list[JobInfo], list[str], dict[str, str], float]:
+    async def look() -> tuple[
+        ClusterInfo, list[PeerInfo], list[ServingInfo], list[JobInfo], list[str], dict[str, str], float
+    ]:
         async with operator(seed) as client:
             cluster, peers, jobs = await client.cluster(), await client.peers(), await client.jobs()
+            serving = await client.serving() if any(peer.model for peer in peers) else []
             saved, now = await client.checkpoints(), await client.clock()
             events = [item for item in await client.events(-NEWEST, NEWEST) if not is_over(item, peers, jobs, saved)]
             building = {event.peer: event.text for event in events if event.kind == "building"}
-            return cluster, peers, jobs, attention(cluster, peers, jobs, events, now), building, now
+            return cluster, peers, serving, jobs, attention(cluster, peers, jobs, events, now), building, now
 
-    cluster, peers, jobs, problems, building, now = run(look())
+    cluster, peers, serving, jobs, problems, building, now = run(look())
     if as_json:
         maps = {"peers": [peer.to_map() for peer in peers], "jobs": [job.to_map() for job in jobs]}
+        maps |= {"serving": [info.to_map() for info in serving]} if serving else {}
         maps["groups"] = [
             {"group": name, "members": [peer.name for peer in members], "since": members[0].joined_at}
             for name, members in groups(peers).items()
@@ -75,7 +79,7 @@ def status(seed: SeedOption = "", as_json: JsonOption = False) -> None:
         typer.echo(printable(f"process group {name}: {len(members)} members for {since}: {who}"))
     if peers:
         typer.echo()
-        print_peers(peers[:SHOWN])
+        print_peers(peers[:SHOWN], serving)
         for peer in peers[:SHOWN]:
             if peer.state == "building" and peer.id in building:
                 typer.echo(printable(f"{peer.name}: {building[peer.id]}"))

@@ -70,11 +70,12 @@ class Refused(PeerError):
     Args:
         code: a stable code for programs, such as ``"version-mismatch"`` (see ``wire.messages.RefusalCode``). Some codes
             say that the request, the network or the memory is at fault, and not the peer.
+        retry_after_s: time after which another attempt may succeed; 0: unknown.
     """
 
-    def __init__(self, code: str, message: str, *, remedy: str = "") -> None:
+    def __init__(self, code: str, message: str, *, remedy: str = "", retry_after_s: int = 0) -> None:
         super().__init__(message, remedy=remedy)
-        self.code = code
+        self.code, self.retry_after_s = code, retry_after_s
         self.exit_code = _FAULTS.get(code, PeerError).exit_code
 
 

@@ -35,8 +35,8 @@ HEADERS = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
 
 @dataclass(eq=False)
 class Problem(Exception):
-    """An error that a client receives. With status 503 it is told when to try again. ``code``: stable word for
-    programs, OpenAI's if there is one. ``param``: the parameter at fault, if any."""
+    """An error that a client receives. With status 503 it is told when to try again: after ``retry_after_s``. ``code``:
+    stable word for programs, OpenAI's if there is one. ``param``: the parameter at fault, if any."""
 
     status: int
     message: str
@@ -45,6 +45,7 @@ class Problem(Exception):
     param: str = ""
     remedy: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
+    retry_after_s: int = RETRY_AFTER_S
 
     def as_json(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
@@ -52,7 +53,7 @@ class Problem(Exception):
         return {"error": fields | {"param": self.param or None, "code": self.code or None}}
 
     def response(self) -> Response:
-        again = {"retry-after": str(RETRY_AFTER_S)} if self.status == 503 else {}
+        again = {"retry-after": str(self.retry_after_s)} if self.status == 503 else {}
         return json_response(self.as_json(), status=self.status, headers=again | dict(self.headers))
 
 

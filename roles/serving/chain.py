@@ -161,6 +161,10 @@ class StageChain:
     def vocab_size(self) -> int:
         return self._known.vocab_size
 
+    @property
+    def preemptions(self) -> int:
+        return self.times.preemptions
+
     async def open(
         self, *, positions: int, sampling: Sampling, sample_from: int, ids: Sequence[int] = (), priority: int = 0
     ) -> ChainSession:

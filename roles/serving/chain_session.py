@@ -40,6 +40,7 @@ class ChainTimes:
 
     Attributes:
         mendings: (what was lost, seconds until the passes went on) for each mending of a session.
+        preemptions: how often a stage dropped a session's positions for those of older sessions.
     """
 
     tokens: int = 0
@@ -48,6 +49,7 @@ class ChainTimes:
     prompts: int = 0
     prompt_s: float = 0.0
     mendings: list[tuple[str, float]] = field(default_factory=list)
+    preemptions: int = 0
 
     def add(self, result: PassResult, *, prefill: bool) -> None:
         if result.mended:

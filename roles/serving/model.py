@@ -98,6 +98,7 @@ class ServedModel(Protocol):
     Attributes:
         vocab_size: token ids are below it. context: most positions; None: unknown.
         dtype: in which it computes.
+        preemptions: how often a session lost its memory to older ones, and was computed again.
     """
 
     @property
@@ -106,6 +107,8 @@ class ServedModel(Protocol):
     def context(self) -> int | None: ...
     @property
     def dtype(self) -> str: ...
+    @property
+    def preemptions(self) -> int: ...
 
     async def open(
         self, *, positions: int, sampling: Sampling, sample_from: int, ids: Sequence[int] = (), priority: int = 0

@@ -21,7 +21,7 @@ from p2ptrain.core.world import World
 from roles.background import Background
 from roles.pass_queue import SHARED_CHUNK
 from roles.serving.model import Decoding, ModelSession, PassOutcome, PassRequest, PassResult, ServedModel
-from roles.serving.text_stats import DrafterFacts, TextStats, TextSums, sums_of
+from roles.serving.text_stats import DrafterFacts, RecentPace, TextStats, TextSums, sums_of
 from roles.serving.texts import TextPiece, TextRequest, Writing, report_defect
 from wire.chain_messages import MAX_REQUEST_POSITIONS
 from wire.messages import RefusalCode
@@ -63,6 +63,7 @@ class TextSession(Writing):
         session: ModelSession,
         decoding: Decoding,
         writer: TextWriter,
+        stats: TextStats,
         *,
         left_out: int,
         chunk: Callable[[], int],
@@ -73,9 +74,7 @@ class TextSession(Writing):
         self.decoding = decoding
         self._session, self._writer = session, writer
         self._chunk, self._now, self._on_end = chunk, now, on_end
-        self._stats = TextStats(
-            decoding.stats, began_at=now(), prompt_tokens=self.prompt_tokens, cached_tokens=session.cached
-        )
+        self._stats = stats
         self._drafts: DraftSource | None = None
         self._taken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -269,18 +268,19 @@ class ModelTextService:
         self._thread = world.threads.start("text")  # tokenizing a long prompt takes a second
         self._texts: set[TextSession] = set()
         self._ended = asyncio.Event()
+        self._pace = RecentPace()
 
     async def write(self, request: TextRequest) -> TextSession:
-        session, _ = await self.prepare(request)
+        session, _ = await self.prepare(request, self._now())
         session.begin(None)
         return session
 
     async def prepare(
-        self, request: TextRequest, on_end: Callable[[TextSession], None] = lambda session: None
+        self, request: TextRequest, asked_at: float, on_end: Callable[[TextSession], None] = lambda session: None
     ) -> tuple[TextSession, PreparedText]:
         """Make a text and the model's session for it. The caller begins the text at once. Raises as ``write``."""
         prepared = await self._thread.submit(partial(self._prepare_ids, request))
-        opened = await self._open(prepared)
+        opened = await self._open(prepared, request.priority)
         most_passes = opened.most_passes
         decoding = Decoding(
             prepared.ids,
@@ -296,10 +296,18 @@ class ModelTextService:
             self._closing.start(opened.close(), "close a session")
             on_end(session)
 
+        stats = TextStats(
+            decoding.stats,
+            began_at=asked_at,
+            prompt_tokens=len(prepared.ids),
+            cached_tokens=opened.cached,
+            pace=self._pace,
+        )
         session = TextSession(
             opened,
             decoding,
             prepared.writer,
+            stats,
             left_out=prepared.left_out,
             # A chain computes several chunks at a time, each in another stage.
             chunk=lambda: MAX_REQUEST_POSITIONS if len(self._texts) <= 1 and most_passes == 1 else SHARED_CHUNK,
@@ -350,13 +358,17 @@ class ModelTextService:
         """New tokens that fit. At least one, so that the check of the length reports a prompt that is too long."""
         return max(1, (self.context or CONVERSATION_POSITIONS + taken) - taken)
 
-    async def _open(self, prepared: PreparedText) -> ModelSession:
+    async def _open(self, prepared: PreparedText, priority: int) -> ModelSession:
         """Open a session of the model. If memory is short, wait for texts to end. Raises as ``ServedModel.open``."""
         ids = prepared.ids
         while True:
             try:
                 return await self._served.open(
-                    positions=prepared.positions, sampling=prepared.sampling, sample_from=len(ids), ids=ids
+                    positions=prepared.positions,
+                    sampling=prepared.sampling,
+                    sample_from=len(ids),
+                    ids=ids,
+                    priority=priority,
                 )
             except (ResourceError, Refused) as problem:
                 if isinstance(problem, Refused) and problem.code != RefusalCode.BUSY:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from roles.gauges import Rate
 from roles.serving.model import PLACES, DecodingStats
 
 MOST_DRAFTERS = 32
@@ -39,16 +42,87 @@ class DrafterFacts:
     accepted: int
 
 
+RECENT_S, RECENT_PARTS = 300.0, 5
+"""Window of the figures of pace, and how many parts of it are counted apart: the oldest one is dropped whole."""
+BUCKET = 1.05
+"""Times are counted in buckets, each so many times as long as the one before."""
+
+
+class RecentPace:
+    """How the texts of the last minutes were written: time to the first token, and between tokens."""
+
+    def __init__(self) -> None:
+        self._parts: deque[tuple[int, Counter[tuple[str, int]]]] = deque(maxlen=RECENT_PARTS)
+        self._prompt_rate = Rate()
+
+    def add_first(self, waited_s: float, prompt_tokens: int, cached_tokens: int, now: float) -> None:
+        """A text's first token came, ``waited_s`` after the text was asked for."""
+        counts = self._counts(now)
+        counts["first", _bucket(waited_s)] += 1
+        counts["prompt", 0] += prompt_tokens
+        counts["cached", 0] += cached_tokens
+        self._prompt_rate.add(prompt_tokens, now)
+
+    def add_next(self, waited_s: float, now: float) -> None:
+        """More tokens of a text came, ``waited_s`` after the ones before."""
+        self._counts(now)["between", _bucket(waited_s)] += 1
+
+    def as_map(self, now: float) -> dict[str, float]:
+        """``prompt_tokens_per_s``, of the last seconds; as far as known, of the last minutes: ``cached_share`` of the
+        prompts' tokens; ``first_ms`` and ``between_ms``, the medians, and ``first_p95_ms`` and ``between_p95_ms``."""
+        self._counts(now)
+        total: Counter[tuple[str, int]] = Counter()
+        for number, counts in self._parts:
+            if number > _part(now) - RECENT_PARTS:
+                total += counts
+        found = {"prompt_tokens_per_s": self._prompt_rate.per_s(now)}
+        if prompt_tokens := total["prompt", 0]:
+            found["cached_share"] = total["cached", 0] / prompt_tokens
+        for kind in ("first", "between"):
+            buckets = sorted((bucket, count) for (name, bucket), count in total.items() if name == kind)
+            for name, share in ((f"{kind}_ms", 0.5), (f"{kind}_p95_ms", 0.95)):
+                rest = share * sum(count for _, count in buckets)
+                for bucket, count in buckets:
+                    rest -= count
+                    if rest <= 0:
+                        found[name] = 1e3 * BUCKET**bucket
+                        break
+        return found
+
+    def _counts(self, now: float) -> Counter[tuple[str, int]]:
+        if not self._parts or self._parts[-1][0] != _part(now):
+            self._parts.append((_part(now), Counter()))
+        return self._parts[-1][1]
+
+
+def _part(now: float) -> int:
+    return int(now * RECENT_PARTS / RECENT_S)
+
+
+def _bucket(seconds: float) -> int:
+    return round(math.log(max(seconds, 1e-5), BUCKET))
+
+
 class TextStats:
     """Figures of one text.
 
     Args:
         core: sums of its session.
+        began_at: when it was asked for.
         cached_tokens: tokens of the prompt that were computed before.
+        pace: of all texts, which this one adds to.
     """
 
-    def __init__(self, core: DecodingStats, *, began_at: float, prompt_tokens: int, cached_tokens: int) -> None:
-        self._core = core
+    def __init__(
+        self,
+        core: DecodingStats,
+        *,
+        began_at: float,
+        prompt_tokens: int,
+        cached_tokens: int,
+        pace: RecentPace | None = None,
+    ) -> None:
+        self._core, self._pace = core, pace
         self._began_at, self._first_at, self._last_at = began_at, 0.0, 0.0
         self._ended_at: float | None = None
         self._prompt_tokens, self._cached_tokens = prompt_tokens, cached_tokens
@@ -64,6 +138,10 @@ class TextStats:
     def add_tokens(self, count: int, now: float) -> None:
         if not self._tokens:
             self._first_at = now
+            if self._pace is not None:
+                self._pace.add_first(now - self._began_at, self._prompt_tokens, self._cached_tokens, now)
+        elif self._pace is not None:
+            self._pace.add_next(now - self._last_at, now)
         self._tokens += count
         self._last_at = now
 

@@ -28,6 +28,7 @@ class TextRequest:
         max_new_tokens: None: as many as fit the model's context.
         stop: the text ends before the first of these strings.
         speculate: whether drafters may help.
+        priority: among texts that wait for a place, those with a lower one begin first.
     """
 
     prompt: str = ""
@@ -36,6 +37,7 @@ class TextRequest:
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     stop: tuple[str, ...] = ()
     speculate: bool = True
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,9 @@ from p2ptrain.compute.text import Turn
 from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError, Refused, ResourceError, TooLong, UserError
 from p2ptrain.core.serving import MOST_TOP_K, SamplingOptions
 from p2ptrain.core.texts import shortened
-from roles.http.answers import Problem, read_model, wrong
+from roles.http.answers import RETRY_AFTER_S, Problem, read_model, wrong
 from roles.serving.texts import TextRequest
+from wire.text_messages import MOST_PRIORITY
 
 IGNORED = frozenset(
     {
@@ -71,7 +72,8 @@ def problem_of(error: P2PTrainError) -> Problem:
     if isinstance(error, UserError):
         return Problem(400, message, code="invalid_value")
     if isinstance(error, Refused | ResourceError):
-        return Problem(503, message, code="overloaded")
+        after_s = error.retry_after_s if isinstance(error, Refused) else 0
+        return Problem(503, message, code="overloaded", retry_after_s=after_s or RETRY_AFTER_S)
     if isinstance(error, NetworkError | PeerError):
         return Problem(503, message, code="model_unreachable")
     return Problem(500, message, code="model_failed")
@@ -155,6 +157,7 @@ class _Body(_StrictModel):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     speculate: Literal["auto", "off"] = "auto"
+    priority: int = Field(default=0, ge=-MOST_PRIORITY, le=MOST_PRIORITY)
 
 
 _SomeBody = TypeVar("_SomeBody", bound=_Body)
@@ -208,6 +211,7 @@ def _request(fields: _Body, asked: tuple[dict[str, Any], ...], draw_seed: Callab
             sampling=sampling,
             stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
             speculate=fields.speculate == "auto",
+            priority=fields.priority,
         )
         for text in asked
     )

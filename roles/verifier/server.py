@@ -159,6 +159,7 @@ def encode_question(model: str, request: TextRequest) -> tuple[wire.TextQuestion
         seed=wanted.seed,
         stop=list(request.stop),
         speculate=request.speculate,
+        priority=request.priority,
     )
     return ask, b"".join(texts)
 
@@ -179,6 +180,7 @@ def request_untrusted(ask: wire.TextQuestion, data: bytes | bytearray) -> TextRe
         sampling=sampling,
         stop=tuple(ask.stop),
         speculate=ask.speculate,
+        priority=ask.priority,
     )
 
 
@@ -187,7 +189,8 @@ def encode_refusal(error: P2PTrainError) -> wire.StreamRefused:
     for name, kind in _CODES.items():
         if isinstance(error, kind):
             code = name
-    return wire.StreamRefused(shortened(code, 64), shortened(error.message), shortened(error.remedy))
+    after_s = error.retry_after_s if isinstance(error, Refused) else 0
+    return wire.StreamRefused(shortened(code, 64), shortened(error.message), shortened(error.remedy), after_s)
 
 
 def error_untrusted(message: wire.StreamRefused, who: str, more: str = "") -> P2PTrainError:
@@ -195,5 +198,5 @@ def error_untrusted(message: wire.StreamRefused, who: str, more: str = "") -> P2
     text, remedy = f"{who}: {printable(message.reason)}{more}", printable(message.remedy)
     kind = _CODES.get(message.code)
     if kind is None or kind is ProtocolError:
-        return Refused(printable(message.code, 64), text, remedy=remedy)
+        return Refused(printable(message.code, 64), text, remedy=remedy, retry_after_s=message.retry_after_s)
     return kind(text, remedy=remedy)

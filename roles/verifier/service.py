@@ -1,19 +1,23 @@
 """A verifier's ``TextService``: texts of its model, with drafters.
 
-A limited number of texts is written at a time. Others wait, and are refused if that takes too long.
+A limited number of texts is written at a time. Others wait, and are refused if that takes too long: then they are told
+when to try again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from statistics import median
 
 from p2ptrain.compute.text import ChatFormat, ModelText
 from p2ptrain.core.errors import P2PTrainError, Refused
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.world import World
-from roles.gauges import Rate
+from roles.gauges import MovingAverage, Rate
 from roles.serving.model import DecodingStats, PassRequest, ServedModel
 from roles.serving.text_service import WAIT_S, ModelTextService, TextSession
 from roles.serving.text_stats import RecentSums, add_sums, figures_of, shares_of
@@ -23,25 +27,85 @@ from roles.verifier.drafters import DrafterLink, Drafters, TextDrafts
 from roles.verifier.speculation import Speculation
 from wire.messages import RefusalCode
 
+USUAL_SESSIONS = 16
+"""Texts written at a time, in one pass."""
+LONGEST_RETRY_S = 3600
 WARM_UP = (8, 9)
 """Before the first request: positions of a prompt, and steps whose median is measured."""
 
 
+class Places:
+    """A number of places. Who waits gets one in the order of priority, lower ones first, then first come, first served.
+
+    Attributes:
+        free: places that nobody has. waiting: how many wait.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.free = count
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap
+        self._last = 0
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    async def take(self, priority: int) -> None:
+        if self.free:
+            self.free -= 1
+            return
+        self._last += 1
+        entry = priority, self._last, asyncio.get_running_loop().create_future()
+        heappush(self._waiting, entry)
+        try:
+            await entry[2]
+        except asyncio.CancelledError:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+                heapify(self._waiting)
+            elif not entry[2].cancelled():  # it got a place just now
+                self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        while self._waiting:
+            place = heappop(self._waiting)[2]
+            if not place.done():
+                place.set_result(None)
+                return
+        self.free += 1
+
+
+@dataclass(frozen=True, slots=True)
+class RunningText:
+    """``speculates``: drafters may help."""
+
+    began_at: float
+    speculates: bool
+
+
 class VerifierFigures:
-    """Sums and recent figures of all texts."""
+    """Sums and recent figures of all texts.
+
+    Attributes:
+        duration: of a text.
+    """
 
     def __init__(self) -> None:
-        self.running: dict[TextSession, bool] = {}  # whether drafters may help
+        self.running: dict[TextSession, RunningText] = {}
+        self.duration = MovingAverage()
         self._rate, self._noted_tokens = Rate(), 0
         self._ended = DecodingStats()
         self._recent, self._ended_sums = RecentSums(), dict[str, float]()
 
-    def begin(self, session: TextSession, *, speculates: bool) -> None:
-        self.running[session] = speculates
+    def begin(self, session: TextSession, now: float, *, speculates: bool) -> None:
+        self.running[session] = RunningText(now, speculates)
 
     def end(self, session: TextSession, now: float, step_s: float) -> None:
         self._ended.add(session.decoding.stats)
-        if self.running.pop(session):
+        text = self.running.pop(session)
+        self.duration.add(now - text.began_at)
+        if text.speculates:
             self._ended_sums = add_sums([self._ended_sums, session.sums()])
             self._note_sums(step_s)
         self._add_up(now)
@@ -66,7 +130,7 @@ class VerifierFigures:
         return total
 
     def _note_sums(self, step_s: float) -> None:
-        under_way = [session.sums() for session, speculates in self.running.items() if speculates]
+        under_way = [session.sums() for session, text in self.running.items() if text.speculates]
         self._recent.add(add_sums([self._ended_sums, *under_way]), step_s)
 
 
@@ -93,7 +157,7 @@ class VerifierService(ModelTextService):
         name: str,
         created: int,
         drafters: Drafters | None = None,
-        sessions: int = 4,
+        sessions: int = USUAL_SESSIONS,
         waiting: int = 32,
         positions: int = 0,
         on_change: Callable[[], None] = lambda: None,
@@ -102,7 +166,7 @@ class VerifierService(ModelTextService):
         self.cost_model = CostModel()
         self._drafters, self._on_change = drafters, on_change
         self._most_texts, self._most_waiting = sessions, waiting
-        self._places, self._waiting = asyncio.Semaphore(sessions), 0
+        self._places = Places(sessions)
         self._figures = VerifierFigures()
         self._is_closed = False
 
@@ -129,14 +193,15 @@ class VerifierService(ModelTextService):
         self.cost_model = CostModel(median(took_s))
 
     async def write(self, request: TextRequest) -> TextSession:
-        await self._enter()
+        asked_at = self._now()
+        await self._enter(request.priority)
         try:
             self._check_open()
-            session, prepared = await self.prepare(request, self._end)
+            session, prepared = await self.prepare(request, asked_at, self._end)
         except BaseException:
-            self._places.release()
+            self._places.give_back()
             raise
-        self._figures.begin(session, speculates=request.speculate)
+        self._figures.begin(session, self._now(), speculates=request.speculate)
         core = Speculation(session.decoding, self.cost_model, vocab_size=self._served.vocab_size)
         drafters = self._drafters if request.speculate else None
         session.begin(
@@ -153,8 +218,10 @@ class VerifierService(ModelTextService):
             raise _leaving()
 
     def figures(self) -> dict[str, float]:
-        """Figures by name, as of ``VerifierFigures.as_map``."""
-        return {"waiting": float(self._waiting)} | self._figures.as_map(self._now(), self.cost_model.step_s)
+        """Figures by name, as of ``VerifierFigures.as_map`` and ``RecentPace.as_map``."""
+        now = self._now()
+        counts = {"waiting": float(self._places.waiting), "preemptions": float(self._served.preemptions)}
+        return counts | self._figures.as_map(now, self.cost_model.step_s) | self._pace.as_map(now)
 
     def drafters(self) -> list[tuple[DrafterLink, float | None]]:
         """Connected drafters, each with its share of the recent right drafts; None: there were none."""
@@ -167,25 +234,27 @@ class VerifierService(ModelTextService):
         self._is_closed = True
         await super().close(reason or _leaving())
 
-    async def _enter(self) -> None:
-        """Wait for a place, in the order of requests. Raises ``Refused``: too busy."""
-        busy = f"{self._most_texts} texts are being written, and {self._waiting} wait"
-        remedy = "try again in a few seconds, or start another verifier"
-        if self._places.locked() and self._waiting >= self._most_waiting:
-            raise Refused(RefusalCode.BUSY, f"the verifier is busy: {busy}", remedy=remedy)
-        self._waiting += 1
+    async def _enter(self, priority: int) -> None:
+        """Wait for a place. Raises ``Refused``: too busy."""
+        if not self._places.free and self._places.waiting >= self._most_waiting:
+            raise self._busy(f"{self._most_texts} texts are being written, and {self._places.waiting} wait")
         try:
             async with asyncio.timeout(WAIT_S):
-                await self._places.acquire()
+                await self._places.take(priority)
         except TimeoutError:
-            text = f"the verifier is busy: no place became free within {WAIT_S:.0f} s"
-            raise Refused(RefusalCode.BUSY, text, remedy=remedy) from None
-        finally:
-            self._waiting -= 1
+            raise self._busy(f"no place became free within {WAIT_S:.0f} s") from None
+
+    def _busy(self, why: str) -> Refused:
+        """Expect that those who wait now go first, and that texts take as long as the last ones."""
+        wait_s = self._figures.duration.seconds * (self._places.waiting + 1) / self._most_texts
+        after_s = min(math.ceil(wait_s), LONGEST_RETRY_S)
+        when = f"{after_s} s" if after_s else "a few seconds"
+        remedy = f"try again in {when}, or start another verifier"
+        return Refused(RefusalCode.BUSY, f"the verifier is busy: {why}", remedy=remedy, retry_after_s=after_s)
 
     def _end(self, session: TextSession) -> None:
         self._figures.end(session, self._now(), self.cost_model.step_s)
-        self._places.release()
+        self._places.give_back()
         self._on_change()
 
 

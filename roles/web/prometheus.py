@@ -62,7 +62,24 @@ PEERS: dict[str, tuple[str, Value[PeerInfo]]] = {
 }
 SERVING: dict[str, tuple[str, Value[ServingInfo]]] = {
     "sessions": ("Open sessions.", lambda info: info.sessions),
+    "waiting_texts": ("Texts that wait for a place.", lambda info: info.stats.get("waiting")),
     "tokens_per_second": ("Tokens written per second.", lambda info: info.stats.get("tokens_per_s")),
+    "prompt_tokens_per_second": (
+        "Tokens of prompts per second.",
+        lambda info: info.stats.get("prompt_tokens_per_s"),
+    ),
+    "first_token_seconds": ("Median time to the first token.", lambda info: _seconds(info.stats.get("first_ms"))),
+    "first_token_p95_seconds": (
+        "Time to the first token of all but 5 % of texts.",
+        lambda info: _seconds(info.stats.get("first_p95_ms")),
+    ),
+    "between_tokens_seconds": ("Median time between tokens.", lambda info: _seconds(info.stats.get("between_ms"))),
+    "between_tokens_p95_seconds": (
+        "Time between tokens, all but the longest 5 %.",
+        lambda info: _seconds(info.stats.get("between_p95_ms")),
+    ),
+    "cached_prompt_ratio": ("Share of prompts' tokens found computed.", lambda info: info.stats.get("cached_share")),
+    "preemptions_total": ("Texts that lost their memory to older ones.", lambda info: info.stats.get("preemptions")),
     "token_seconds": ("Time per token.", lambda info: _seconds(info.stats.get("token_ms"))),
     "acceptance_ratio": ("Share of drafts accepted.", lambda info: info.stats.get("alpha")),
     "accepted_length_tokens": ("Tokens per pass.", lambda info: info.stats.get("accepted_length")),

@@ -41,6 +41,7 @@ _ASK = made(
     seed=_FEW,
     stop=st.lists(TEXT, max_size=2) | st.just(["x"] * 17),
     speculate=st.booleans(),
+    priority=_FEW,
 )
 
 

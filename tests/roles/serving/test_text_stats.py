@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 
 from roles.serving.model import DecodingStats
-from roles.serving.text_stats import MOST_DRAFTERS, DrafterFacts, RecentSums, TextStats, figures_of, shares_of, sums_of
+from roles.serving.text_stats import (
+    MOST_DRAFTERS,
+    RECENT_S,
+    DrafterFacts,
+    RecentPace,
+    RecentSums,
+    TextStats,
+    figures_of,
+    shares_of,
+    sums_of,
+)
 from wire.codec import encode
 from wire.frame import CONTROL_FRAME_BYTES
 from wire.text_messages import TextWritten
@@ -35,6 +45,22 @@ def test_figures_name_each_drafter_once_and_fit_a_message() -> None:
 
 FACTS = [DrafterFacts(f"d{at}", "", "", 0.0, 200, 5, right) for at, right in ((1, 6), (2, 2))]
 SPENT = {"all": 2.0, "verify": 1.0, "draft": 0.75, "wait": 0.125}
+
+
+def test_pace_of_the_last_minutes() -> None:
+    pace = RecentPace()
+    for number in range(100):
+        pace.add_next(0.02 if number < 90 else 0.5, 10.0 + 0.01 * number)
+    pace.add_first(2.0, 300, 128, 11.0)
+    pace.add_first(4.0, 100, 0, 12.0)
+    found = pace.as_map(12.5)
+    assert {name: round(value, 2) for name, value in found.items() if not name.endswith("ms")} == {
+        "prompt_tokens_per_s": round(400 / 1.5, 2),
+        "cached_share": 0.32,
+    }
+    times = {"first_ms": 2000, "first_p95_ms": 4000, "between_ms": 20, "between_p95_ms": 500}
+    assert {name: found[name] for name in times} == {name: pytest.approx(ms, rel=0.03) for name, ms in times.items()}
+    assert pace.as_map(12.5 + RECENT_S).keys() == {"prompt_tokens_per_s"}, "it is long ago"
 
 
 def stats() -> DecodingStats:

@@ -77,6 +77,7 @@ class ScriptedTarget:
     vocab_size: int = 256
     context: int | None = 600
     dtype: str = "fp32"
+    preemptions: int = 0
     runs: list[tuple[int, tuple[int, ...], int]] = field(default_factory=list)
     open_now: dict[str, int] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)

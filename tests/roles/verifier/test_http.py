@@ -10,6 +10,7 @@ import pytest
 
 from p2ptrain.compute.text import Turn
 from p2ptrain.core.errors import NetworkError, Refused, ResourceError, TooLong, UserError
+from roles.http.answers import RETRY_AFTER_S
 from roles.serving.texts import TextRequest
 
 from .conftest import PATIENCE_S, Endpoint
@@ -79,7 +80,7 @@ async def test_a_chat(endpoint: Endpoint) -> None:
 
 
 async def test_parameters_reach_the_text_request(endpoint: Endpoint) -> None:
-    extra = {"top_k": 7, "speculate": "off"}
+    extra = {"top_k": 7, "speculate": "off", "priority": -3}
     asked: dict[str, Any] = {"model": MODEL, "temperature": 0.5, "top_p": 0.9, "seed": 2**63 - 1, "stop": ["a", "b"]}
     await endpoint.client.chat.completions.create(
         messages=HI, max_completion_tokens=9, extra_body=extra, user="me", n=1, tools=[], frequency_penalty=0, **asked
@@ -88,7 +89,7 @@ async def test_parameters_reach_the_text_request(endpoint: Endpoint) -> None:
     for wish in endpoint.service.wishes:
         sampling = wish.sampling
         assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 0.9, 7, 2**63 - 1)
-        assert (wish.max_new_tokens, wish.stop, wish.speculate) == (9, ("a", "b"), False)
+        assert (wish.max_new_tokens, wish.stop, wish.speculate, wish.priority) == (9, ("a", "b"), False, -3)
     await endpoint.client.completions.create(model=MODEL, prompt="x", stop="END", seed=-5)
     assert endpoint.service.wishes[-1].stop == ("END",)
     assert endpoint.service.wishes[-1].sampling.seed == -5
@@ -183,7 +184,7 @@ ERRORS: list[tuple[Exception, type[openai.APIStatusError], str, str]] = [
         "too long: shorten it",
     ),
     (UserError("the prompt is empty"), openai.BadRequestError, "invalid_value", "the prompt is empty"),
-    (Refused("busy", "too busy"), openai.InternalServerError, "overloaded", "too busy"),
+    (Refused("busy", "too busy", retry_after_s=17), openai.InternalServerError, "overloaded", "too busy"),
     (ResourceError("no memory"), openai.InternalServerError, "overloaded", "no memory"),
     (NetworkError("a stage is away"), openai.InternalServerError, "model_unreachable", "a stage is away"),
 ]
@@ -203,7 +204,8 @@ async def test_a_text_that_cannot_begin_is_answered_with_its_status(
     assert isinstance(caught.value.body, dict)
     assert (caught.value.code, caught.value.body["message"]) == (code, message)
     assert caught.value.status_code == (400 if kind is openai.BadRequestError else 503)
-    assert ("retry-after" in caught.value.response.headers) == (caught.value.status_code == 503)
+    after_s = str(getattr(error, "retry_after_s", 0) or RETRY_AFTER_S) if caught.value.status_code == 503 else None
+    assert caught.value.response.headers.get("retry-after") == after_s
 
 
 async def test_a_failure_amid_a_stream_ends_it(endpoint: Endpoint) -> None:

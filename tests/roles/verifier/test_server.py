@@ -30,7 +30,14 @@ from roles.serving.texts import TextRequest
 from roles.serving.worker_peer import ClientContext
 from roles.verifier import server as server_module
 from roles.verifier.client import RemoteText, VerifierClient
-from roles.verifier.server import MOST_ASKED, encode_question, serve_texts
+from roles.verifier.server import (
+    MOST_ASKED,
+    encode_question,
+    encode_refusal,
+    error_untrusted,
+    request_untrusted,
+    serve_texts,
+)
 from roles.verifier.service import VerifierService
 from tests.roles.verifier.doubles import ScriptedTarget, connected_drafters, failing_at, reference, service, text_of
 from wire import text_messages as wire
@@ -285,6 +292,14 @@ async def test_a_verifier_that_is_lost_in_mid_text(tmp_path: Path) -> None:
 
 def _bulk(stream: int, data: bytes) -> Callable[[Connection], None]:
     return lambda connection: connection.send_bulk(memoryview(data), generation=0, stream=stream)
+
+
+def test_priority_and_time_to_try_again_reach_the_other_side() -> None:
+    ask, data = encode_question("stand-in", wish(4, priority=-3))
+    assert request_untrusted(instance_untrusted(wire.TextQuestion, asdict(ask)), data).priority == -3
+    told = error_untrusted(encode_refusal(Refused("busy", "too busy", retry_after_s=17)), "v")
+    assert isinstance(told, Refused)
+    assert told.retry_after_s == 17
 
 
 def _says(message: Message, stream: int = 1) -> Callable[[Connection], None]:

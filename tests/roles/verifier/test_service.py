@@ -15,7 +15,7 @@ from p2ptrain.core.serving import Sampling, SamplingOptions
 from roles.serving.text_service import READER_S, TextSession
 from roles.serving.texts import TextRequest
 from roles.verifier.drafters import Drafters
-from roles.verifier.service import VerifierService
+from roles.verifier.service import Places, VerifierService
 from tests.roles.verifier.doubles import ScriptedTarget, connected_drafters, reference, service, text_of
 
 pytestmark = pytest.mark.virtual_time
@@ -214,6 +214,62 @@ async def test_requests_wait_for_a_place_up_to_a_limit(tmp_path: Path) -> None:
     assert serving.figures()["waiting"] == 1
     await asyncio.gather(read(first), read(second))
     assert (await read(await third))[1] == list(reference(PROMPT, 40))
+    await settled(serving, target)
+
+
+async def test_text_of_a_lower_priority_number_begins_first(tmp_path: Path) -> None:
+    target, begun = ScriptedTarget(), list[int]()
+    serving = service(tmp_path, target, sessions=1)
+    first = await serving.write(wish(5))
+
+    async def write(number: int, priority: int) -> None:
+        writing = await serving.write(wish(5, priority=priority))
+        begun.append(number)
+        await read(writing)
+
+    waiting = [asyncio.create_task(write(number, priority)) for number, priority in enumerate((5, 1, 1, -2, 5))]
+    await asyncio.sleep(0.01)
+    assert serving.figures()["waiting"] == 5
+    waiting[1].cancel()
+    await asyncio.sleep(0.01)
+    assert serving.figures()["waiting"] == 4
+    await read(first)
+    await asyncio.wait(waiting)
+    assert begun == [3, 2, 0, 4]
+    await settled(serving, target)
+
+
+async def test_place_that_a_cancelled_request_got_goes_to_the_next_one() -> None:
+    places = Places(1)
+    await places.take(0)
+    waiting = [asyncio.create_task(places.take(0)) for _ in range(2)]
+    await asyncio.sleep(0)
+    places.give_back()
+    waiting[0].cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert (waiting[0].cancelled(), places.free, places.waiting) == (True, 0, 0)
+    places.give_back()
+    assert places.free == 1
+
+
+async def test_refusal_says_when_to_try_again_and_figures_say_how_texts_are_written(tmp_path: Path) -> None:
+    target = ScriptedTarget(pass_s=0.5)
+    serving = service(tmp_path, target, sessions=2, waiting=2)
+    await read(await serving.write(wish(40)))  # takes 20 s
+    tasks = [asyncio.create_task(serving.write(wish(40))) for _ in range(4)]
+    await asyncio.sleep(0.01)
+    with pytest.raises(Refused) as busy:
+        await serving.write(wish(40))
+    assert busy.value.retry_after_s == 30, "two wait, and two texts are written in 20 s"
+    assert "try again in 30 s" in busy.value.remedy
+    for task in tasks:
+        await read(await task)
+    found = serving.figures()
+    assert found["first_ms"] == pytest.approx(500, rel=0.03)
+    assert found["first_p95_ms"] == pytest.approx(20_500, rel=0.03), "with the time for which it waited"
+    assert found["between_p95_ms"] == pytest.approx(500, rel=0.03)
+    assert found["cached_share"] == 0.0
+    assert found["preemptions"] == 0.0
     await settled(serving, target)
 
 

@@ -28,7 +28,14 @@ def _peer(number: int = 1, name: str = "one") -> PeerInfo:
 
 
 SERVING = ServingInfo(
-    id="v/m", peer="v", name="v", role="verifier", host="h", port=1, model="m", stats={"alpha": 0.5, "token_ms": 20.0}
+    id="v/m",
+    peer="v",
+    name="v",
+    role="verifier",
+    host="h",
+    port=1,
+    model="m",
+    stats={"alpha": 0.5, "token_ms": 20.0, "first_ms": 50.0, "preemptions": 3.0},
 )
 
 
@@ -46,6 +53,8 @@ def test_values_are_in_base_units_and_unknown_ones_left_out() -> None:
     assert values["p2ptrain_job_step_seconds"] == 0.12
     assert values["p2ptrain_peer_send_bytes_per_second"] == 1e6
     assert values["p2ptrain_serving_token_seconds"] == 0.02
+    assert values["p2ptrain_serving_first_token_seconds"] == 0.05
+    assert values["p2ptrain_serving_preemptions"] == 3
     assert one["p2ptrain_serving_token_seconds"].labels == {"peer": "v", "name": "v", "model": "m"}
     assert one["p2ptrain_job_state"].labels["state"] == "running"
     assert found["p2ptrain_peer_sent_bytes"].type == "counter"
