@@ -32,7 +32,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, str, str]]:
     """Directory, device and type of the models that were loaded; each is the stand-in."""
     loaded = list[tuple[Path, str, str]]()
 
-    async def load(directory: Path, compute: Any, *, device: str, dtype: str, on_bytes: Any) -> tuple[Any, int]:
+    async def load(directory: Path, compute: Any, *, device: str, dtype: str, **_: Any) -> tuple[Any, int]:
         loaded.append((directory, device, dtype))
         return stand_in_part(CONFIG, 0, 2), 600
 
