@@ -58,6 +58,11 @@ class PassResult:
     mended: bool = False
     scores: bytes = b""
 
+    @property
+    def busy_s(self) -> float:
+        """Time of its slowest stage: so soon after it another pass is answered, if it was sent as soon."""
+        return max(self.spent_us) / 1e6 if self.spent_us else self.took_s
+
 
 class ModelSession(Protocol):
     """One history of tokens, with its cache.
@@ -176,11 +181,13 @@ class PassOutcome:
     Attributes:
         tokens: new tokens of the text. rows: positions in the pass. drafts: of these. accepted: right drafts, from the
             first on; 0 if the pass was stale.
-        since_s: time since the previous result. prefill: the pass computed positions of the prompt.
+        took_s, busy_s: as of ``PassResult``. since_s: time since the previous result.
+        prefill: the pass computed positions of the prompt.
     """
 
     tokens: tuple[int, ...]
     took_s: float
+    busy_s: float
     since_s: float
     rows: int
     drafts: int = 0
@@ -195,9 +202,8 @@ class Decoding:
         ids: the prompt.
         max_new_tokens, stop_ids: the text ends after so many tokens, or after one of these.
         cached: positions of the prompt that the session has already; the last position is always computed.
-        most_passes: as of ``ModelSession``.
-
     Attributes:
+        most_passes: as of ``ModelSession``.
         ids: the prompt and the new tokens. prompt_tokens: length of the prompt.
         ended: why the text ended: ``length`` or ``stop``; empty while it goes on.
         result_at: time of the last result.
@@ -222,7 +228,7 @@ class Decoding:
         self._stop = len(ids) + max_new_tokens
         self._stop_ids = frozenset(stop_ids)
         self._cached = min(cached, len(ids) - 1)
-        self._most_passes = most_passes
+        self.most_passes = most_passes
         self._passes: deque[tuple[PassRequest, int]] = deque()  # under way, each with its number of drafts
         self._stale = 0  # so many of these are, the first ones
 
@@ -250,7 +256,7 @@ class Decoding:
     @property
     def may_begin(self) -> bool:
         """Another pass may begin: too few are under way, and in the prompt positions are left."""
-        return len(self._passes) < self._most_passes and not (self.in_prompt and self._next == self.prompt_tokens)
+        return len(self._passes) < self.most_passes and not (self.in_prompt and self._next == self.prompt_tokens)
 
     @property
     def needs_drafts(self) -> bool:
@@ -274,8 +280,13 @@ class Decoding:
         self._passes.append((PassRequest(start, ids, samples), len(drafts)))
         return self._passes[-1][0]
 
-    def take_samples(self, samples: Sequence[int], took_s: float, now: float) -> PassOutcome:
-        """Take the samples of the oldest pass under way. Raises ``ValueError``: they are not as many as it has."""
+    def take_samples(self, samples: Sequence[int], took_s: float, now: float, busy_s: float = 0.0) -> PassOutcome:
+        """Take the samples of the oldest pass under way. ``busy_s``: 0: all of the time.
+
+        Raises:
+            ValueError: the samples are not as many as the pass has.
+        """
+        busy_s = busy_s or took_s
         asked, drafts = self._passes.popleft() if self._passes else (PassRequest(0, ()), 0)
         rows = len(asked.ids)
         if not rows or len(samples) != asked.samples:
@@ -283,7 +294,7 @@ class Decoding:
         since_s, self.result_at = now - self.result_at, now
         if self.in_prompt:
             self._cached = asked.stop
-            return PassOutcome(self._grow(samples), took_s, since_s, rows, prefill=True)
+            return PassOutcome(self._grow(samples), took_s, busy_s, since_s, rows, prefill=True)
         tokens: tuple[int, ...] = ()
         accepted = 0
         if is_stale := self._stale > 0:
@@ -296,7 +307,7 @@ class Decoding:
                 self._stale = len(self._passes)
         # The first draft of a stale pass was judged if all drafts before it were right.
         self._count(drafts, accepted, min(took_s, since_s), judged=not is_stale or asked.keep == len(self.ids) - 1)
-        return PassOutcome(tokens, took_s, since_s, rows, drafts, accepted)
+        return PassOutcome(tokens, took_s, busy_s, since_s, rows, drafts, accepted)
 
     def _continues(self, request: PassRequest) -> bool:
         return request.keep == len(self.ids) - 1 and request.ids[0] == self.ids[-1]
@@ -328,5 +339,5 @@ class Decoding:
     def validate(self) -> None:
         assert self.prompt_tokens <= len(self.ids) <= self._stop
         assert self.ended or len(self.ids) < self._stop
-        assert self._stale <= len(self._passes) <= self._most_passes
+        assert self._stale <= len(self._passes) <= self.most_passes
         assert self.ended or self._stale or not self.assumed or self._continues(self._passes[0][0])

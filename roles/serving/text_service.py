@@ -54,7 +54,6 @@ class TextSession(Writing):
 
     Args:
         session: of the model.
-        chunk: returns the number of positions of a prompt that a pass may have now.
         on_end: called once, when no pass is under way any more.
     """
 
@@ -66,14 +65,15 @@ class TextSession(Writing):
         stats: TextStats,
         *,
         left_out: int,
-        chunk: Callable[[], int],
         now: Callable[[], float],
         on_end: Callable[[TextSession], None],
     ) -> None:
         super().__init__(decoding.prompt_tokens, left_out)
         self.decoding = decoding
         self._session, self._writer = session, writer
-        self._chunk, self._now, self._on_end = chunk, now, on_end
+        self._now, self._on_end = now, on_end
+        # A model of this process cuts the prompt into chunks itself. A chain computes several chunks at a time.
+        self._chunk = MAX_REQUEST_POSITIONS if session.most_passes == 1 else SHARED_CHUNK
         self._stats = stats
         self._drafts: DraftSource | None = None
         self._taken = asyncio.Event()
@@ -143,7 +143,7 @@ class TextSession(Writing):
             found = await drafts.next_drafts(self._answers[0][1] if self._answers else None)
         elif not decoding.may_begin or decoding.needs_drafts:
             found = None
-        return decoding.next_pass(found, chunk=self._chunk()) if found is not None else None
+        return decoding.next_pass(found, chunk=self._chunk) if found is not None else None
 
     async def _take_answer(self) -> None:
         due, answer = self._answers[0]
@@ -152,7 +152,7 @@ class TextSession(Writing):
         if self._is_over():
             return
         now = self._now()
-        outcome = self.decoding.take_samples(result.tokens, result.took_s, now)
+        outcome = self.decoding.take_samples(result.tokens, result.took_s, now, result.busy_s)
         self._stats.add_pass(now - due, result.took_s, prefill=outcome.prefill)
         self._add_piece(outcome.tokens)
         if self._drafts is not None:
@@ -281,13 +281,12 @@ class ModelTextService:
         """Make a text and the model's session for it. The caller begins the text at once. Raises as ``write``."""
         prepared = await self._thread.submit(partial(self._prepare_ids, request))
         opened = await self._open(prepared, request.priority)
-        most_passes = opened.most_passes
         decoding = Decoding(
             prepared.ids,
             max_new_tokens=prepared.max_new_tokens,
             stop_ids=prepared.writer.end_tokens,
             cached=opened.cached,
-            most_passes=most_passes,
+            most_passes=opened.most_passes,
         )
 
         def end(session: TextSession) -> None:
@@ -309,8 +308,6 @@ class ModelTextService:
             prepared.writer,
             stats,
             left_out=prepared.left_out,
-            # A chain computes several chunks at a time, each in another stage.
-            chunk=lambda: MAX_REQUEST_POSITIONS if len(self._texts) <= 1 and most_passes == 1 else SHARED_CHUNK,
             now=self._now,
             on_end=end,
         )

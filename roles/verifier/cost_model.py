@@ -4,18 +4,26 @@
 ``E(k) = 1 + alpha + ... + alpha^k`` tokens (Leviathan et al. 2211.17192). ``choose`` weighs that against time, at the
 current rate of tokens. ``CostModel`` limits the loss. It compares the time per token while drafters work with the time
 of the verifier alone, measured while all drafters rest. If drafters do not save time, they rest for a while.
+
+A split model takes long for a pass, but can begin another one when its slowest stage is free. The next pass can begin
+then if the drafts under way are right, and else when a wrong one is known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import ceil, inf
 
 from roles.gauges import FAR_OFF, SHORTEST_S, MovingAverage
 
 MOST_DRAFTS = 64
 """Most drafts in a pass."""
 DEPTH = 16
-"""Most drafts ahead of the verified text. Fewer leave a distant drafter too short a line; more waste bytes."""
+"""Most drafts ahead of the verified text if one pass is under way at a time. Fewer leave a distant drafter too short a
+line; more waste bytes."""
+DEPTH_RUNS = 3
+"""Most drafts ahead of the text if more passes are under way, in mean distances between wrong drafts: 5 % of the drafts
+at that depth are right."""
 FIRST_BUDGET, MOST_BUDGET = 0.8, 6.0
 """Limits of the loss, in steps of the verifier alone: at first, and after gains."""
 TRY_TOKENS = 32
@@ -88,6 +96,11 @@ class DrafterModel:
         return (self._agreed + 3 * 0.8) / (self._tried + 3)
 
     @property
+    def far_depth(self) -> int:
+        """Most drafts ahead of the text if several passes are under way."""
+        return max(DEPTH, min(ceil(DEPTH_RUNS / (1 - self.alpha)), MOST_DRAFTS))
+
+    @property
     def restart_s(self) -> float:
         return 2 * self.latency_s + self.draft.seconds
 
@@ -102,38 +115,45 @@ def choose(
     waits_s: Sequence[float],
     alpha: float,
     pass_s: Callable[[int], float],
+    free_s: Callable[[int], float],
     rate: float,
     *,
     line_s: float,
     most_loss_s: float,
+    chance: float = 1.0,
 ) -> tuple[int, float]:
-    """Choose for how many drafts the next pass waits. A pass with ``k`` drafts is worth
+    """Choose how many tokens the next pass has. With ``k`` drafts after its first token, which is right with
+    probability ``chance``, it is worth
 
-        E(k) - rate * (wait + pass_s(k)) + alpha^(k+1) * rate * line_s
+        chance * (E(k) - rate * (wait + time) + alpha^(k+1) * rate * line_s) - (1 - chance) * rate * free_s(k)
+        time = free_s(k) if all its drafts and the one after them are right, else pass_s(k)
 
-    A pass without drafts, which waits for nothing, is always one of the choices.
+    If the first token is right for sure, some pass must begin. Else none is worth 0: one that is under way ends first.
 
     Returns:
-        Number of drafts, and the wait in seconds.
+        Number of tokens, 0: no pass; and the wait in seconds.
 
     Args:
-        waits_s: seconds until one draft is there, two, and so on; 0: it is there now.
+        waits_s: seconds until a pass with one token can begin, with two, and so on; 0: now.
+        free_s: time after which another pass may begin, by drafts; ``pass_s`` if one is under way at a time.
         rate: tokens per second, the price of time.
         line_s: time saved if the drafter's line goes on.
         most_loss_s: time that may be lost against a plain step if no draft is right.
     """
-    line = rate * line_s * alpha
-    most_worth, best = 1.0 - rate * pass_s(0) + line, (0, 0.0)
-    right = expected = 1.0
-    for drafts, wait_s in enumerate(waits_s, 1):
-        cost_s = wait_s + pass_s(drafts)
-        if cost_s - pass_s(0) > most_loss_s:
+    follows = chance < 1
+    most_worth, best = 0.0 if follows else -inf, (0, 0.0)
+    right = alpha
+    expected = 1.0
+    for drafts, wait_s in enumerate(waits_s):
+        whole_s, next_s = pass_s(drafts), free_s(drafts)
+        if (next_s if follows else wait_s + whole_s - pass_s(0)) > most_loss_s and (drafts or follows):
             break
-        right *= alpha
-        expected += right
-        worth = expected - rate * cost_s + right * line
+        cost_s = wait_s + whole_s - right * (whole_s - next_s)
+        worth = chance * (expected - rate * cost_s + right * rate * line_s) - (1 - chance) * rate * next_s
         if worth > most_worth:
-            most_worth, best = worth, (drafts, wait_s)
+            most_worth, best = worth, (drafts + 1, wait_s)
+        expected += right
+        right *= alpha
     return best
 
 
@@ -144,13 +164,13 @@ class CostModel:
         step_s: time of a step of the verifier alone; 0: not measured yet.
 
     Attributes:
-        passes: times of passes while drafters work.
+        passes, busy: times of passes while drafters work, and of their slowest stages.
         resting: all drafters shall rest.
     """
 
     def __init__(self, step_s: float = 0.0) -> None:
         self.sessions = 0
-        self.passes = PassTimeModel()
+        self.passes, self.busy = PassTimeModel(), PassTimeModel()
         self._alone = MovingAverage(step_s)  # a step while all drafters rest
         self._without_drafts = MovingAverage()  # steps without drafts while drafters work, since the last rest
         self._budget = FIRST_BUDGET  # steps
@@ -168,22 +188,28 @@ class CostModel:
             return min(self._alone.seconds, self._without_drafts.seconds)
         return self._alone.seconds
 
+    def free_s(self, drafts: int) -> float:
+        """Time from the beginning of a pass until the text may begin another one, if several may be under way: all
+        texts share the time of the slowest stage."""
+        return min(self.passes.seconds(drafts), self.sessions * self.busy.seconds(drafts))
+
     @property
     def most_loss_s(self) -> float:
         return self._budget * self.step_s / max(1, self.sessions)
 
-    def add_pass(self, drafts: int, tokens: int, seconds: float) -> None:
-        """Record a pass. ``seconds``: time since the session's previous result."""
+    def add_pass(self, drafts: int, tokens: int, seconds: float, step_s: float) -> None:
+        """Record a pass. ``seconds``: time since the session's previous result. ``step_s``: time of the pass and of the
+        wait for its drafts, which may have begun before that result."""
         if self.resting:
             if not drafts:
-                self._alone.add(seconds)
+                self._alone.add(step_s)
             self._left -= tokens
             self._refill(tokens)
             if self._left <= 0 and self.step_s:
                 self._begin()
             return
         if not drafts:
-            self._without_drafts.add(seconds)
+            self._without_drafts.add(step_s)
         step_s = self.step_s
         self._budget = min(self._budget + tokens - seconds / step_s, MOST_BUDGET)
         self._refill(tokens)
@@ -209,3 +235,4 @@ class CostModel:
         self._tried = 0
         if not self.passes.known:
             self.passes.add(0, self.step_s)
+            self.busy.add(0, self.step_s)

@@ -1,6 +1,7 @@
 """The core of drafts for one text: how many the next pass takes and waits for, and what drafters are told. Pure.
 
-The model is never idle for long: a pass without drafts is a step of plain decoding (``roles.serving.model``).
+The model is never idle for long: a pass without drafts is a step of plain decoding (``roles.serving.model``). While a
+pass is under way in a split model, another one begins with the drafts after it if that saves time.
 
 A *line* is what one drafter drafted after the tokens that it knew to be verified. Its *epoch* is the number of the
 verdict that began it, 0 for the opening. The verifier compares the line with the text as both grow; late drafts, for
@@ -196,9 +197,9 @@ class Speculation:
         self.right: list[int] = []
         self.opening_depth = 0 if model.resting else DEPTH
         self.decoding, self._model, self._vocab_size = decoding, model, vocab_size
-        self._guide = 0  # place in ``right`` of the drafter whose drafts the pass contains
         self._line: DraftLine | None = None  # of the drafter, of which there is one at a time
-        self._waited_s = 0.0  # before the pass under way
+        self._begun: deque[tuple[float, int]] = deque()  # of passes: wait for drafts, place in ``right`` of the drafter
+        self._free_at = 0.0  # another pass may begin then
         self._rate = (0.0, 0.0)  # tokens and seconds, with decay
         self._is_over = False
         model.sessions += 1
@@ -248,7 +249,8 @@ class Speculation:
         news, rests = len(ids) - line.size, not line.depth
         if rests == self._model.resting and news < (RESTING_TOKENS if rests else 1):
             return None
-        return line.make_verdict(ids, 0 if self._model.resting else DEPTH, now)
+        depth = DEPTH if self.decoding.most_passes == 1 else line.model.far_depth
+        return line.make_verdict(ids, 0 if self._model.resting else depth, now)
 
     def _count_wasted(self, line: DraftLine) -> None:
         self.decoding.stats.wasted += line.wasted
@@ -259,52 +261,61 @@ class Speculation:
         drafts nor an answer come before."""
         if self.decoding.in_prompt:
             return (), 0.0
-        if self.decoding.needs_drafts:
-            return (), inf
-        count, wait_s = self._choose(now)
+        follows, start = self.decoding.needs_drafts, len(self.decoding.assumed)
+        count, wait_s = self._choose(now, follows=follows)
         if wait_s > 0:
             return (), wait_s
-        self._guide = len(self.right) - 1
-        self._waited_s = now - self.decoding.result_at
-        self.decoding.stats.wait_s += self._waited_s
-        return tuple(islice(self._line.ahead, count)) if self._line is not None else (), 0.0
+        waited_s = 0.0 if follows else now - self.decoding.result_at
+        self._begun.append((waited_s, len(self.right) - 1))
+        self.decoding.stats.wait_s += waited_s
+        # As many passes as are allowed are under way during the time of one.
+        rows, model = max(count - follows, 0), self._model
+        self._free_at = now + max(model.free_s(rows), model.passes.seconds(rows) / self.decoding.most_passes)
+        return tuple(islice(self._line.ahead, start, start + count)) if self._line is not None else (), 0.0
 
-    def _choose(self, now: float) -> tuple[int, float]:
-        """How many drafts the next pass takes, and how long it waits for them."""
-        passes, line = self._model.passes, self._line
-        if not passes.known or line is None:
-            return 0, 0.0
-        room = min(self.decoding.draft_room, MOST_DRAFTS, passes.most_drafts)
+    def _choose(self, now: float, *, follows: bool) -> tuple[int, float]:
+        """How many drafts the next pass takes, and how long it waits for them. ``follows``: it begins with a draft."""
+        passes, line, decoding = self._model.passes, self._line, self.decoding
+        nothing = (0, inf if follows else 0.0)
+        if not passes.known or line is None or (follows and self._model.resting):
+            return nothing
+        assumed = len(decoding.assumed)
+        room = min(decoding.draft_room, MOST_DRAFTS, passes.most_drafts)
+        waits_s = line.waits_s(len(decoding.ids), assumed + room, now)[assumed:]
         step_s = passes.seconds(0)
         tokens, seconds = self._rate
-        return choose(
-            line.waits_s(len(self.decoding.ids), room, now),
+        rows, wait_s = choose(
+            [max(wait_s, self._free_at - now) for wait_s in waits_s] if follows else [0.0, *waits_s],
             line.model.alpha,
             passes.seconds,
+            passes.seconds if decoding.most_passes == 1 else self._model.free_s,
             max(1 / step_s, tokens / seconds if seconds else 0.0),
             line_s=min(1.1 * step_s, line.anew_s),
-            most_loss_s=self._model.most_loss_s - (now - self.decoding.result_at),
+            most_loss_s=self._model.most_loss_s - (0.0 if follows else now - decoding.result_at),
+            chance=line.model.alpha ** (assumed + 1) if follows else 1.0,
         )
+        return (rows - (not follows), wait_s) if rows else nothing
 
     def end_pass(self, outcome: PassOutcome) -> None:
         """A pass has ended: measure it, and compare the line with the new text."""
         line = self._line
-        if not outcome.prefill:
-            self._measure(outcome)
-        if outcome.accepted:
-            self.right[self._guide] += outcome.accepted
+        if self._begun and not outcome.prefill:
+            waited_s, guide = self._begun.popleft()
+            self._measure(outcome, waited_s + outcome.took_s)
+            if outcome.accepted:
+                self.right[guide] += outcome.accepted
         if line is not None:
             line.compare_growth(outcome.tokens)
             self._count_wasted(line)
 
-    def _measure(self, outcome: PassOutcome) -> None:
-        model, took_s = self._model, outcome.took_s
+    def _measure(self, outcome: PassOutcome, step_s: float) -> None:
+        model, tokens = self._model, len(outcome.tokens)
         if not model.resting:
-            model.passes.add(outcome.drafts, took_s)
-        tokens = len(outcome.tokens)
+            model.passes.add(outcome.rows - 1, outcome.took_s)
+            model.busy.add(outcome.rows - 1, outcome.busy_s)
         self._rate = 0.9 * self._rate[0] + tokens, 0.9 * self._rate[1] + max(outcome.since_s, 1e-6)
         if self._line is not None:
-            model.add_pass(outcome.drafts, tokens, self._waited_s + took_s)
+            model.add_pass(outcome.drafts, tokens, min(step_s, outcome.since_s), step_s)
 
     def validate(self) -> None:
         if self._line is not None:

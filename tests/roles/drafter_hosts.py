@@ -22,8 +22,9 @@ from roles.drafter.drafting import DraftVerdict, verdict_untrusted
 from roles.engine import StageEngine
 from roles.line import Line
 from roles.serving.local_model import LocalModel
-from roles.serving.model import Decoding, DecodingStats
-from roles.serving.text_stats import DrafterFacts
+from roles.serving.model import Decoding, DecodingStats, PassRequest, PassResult
+from roles.serving.text_service import TextSession
+from roles.serving.text_stats import DrafterFacts, TextStats
 from roles.serving.worker_peer import ClientContext
 from roles.verifier.cost_model import CostModel
 from roles.verifier.drafters import Drafters, TextDrafts
@@ -269,6 +270,68 @@ def there(source: Drafters) -> list[str]:
     return [link.at.peer_id for link in source.connected_links()]
 
 
+@dataclass
+class SlowSession:
+    """A ``ModelSession`` over stages that share the time of a pass equally.
+
+    Args:
+        pass_s, row_s: time of a pass, and more for each of its positions after the first.
+        slowed: factor of the time of a stage, called in its middle.
+        hop_s: time from the client to the first stage, between stages, and from the last one to the client.
+        turns: of each stage, which sessions share; a lock serves its waiters in order.
+    """
+
+    engine: StageEngine
+    sample_from: int
+    pass_s: float
+    row_s: float
+    slowed: Callable[[], float]
+    stages: int = 1
+    hop_s: float = 0.0
+    most_passes: int = 1
+    lost: bool = False
+    cached: int = 0
+    turns: Sequence[asyncio.Lock] = ()
+
+    def __post_init__(self) -> None:
+        self.turns = self.turns or [asyncio.Lock() for _ in range(self.stages)]
+
+    async def append(self, request: PassRequest) -> PassResult:
+        """As of ``ModelSession``."""
+        now = asyncio.get_running_loop().time
+        ids, index = memoryview(encode_ids(request.ids)), request.sample_index(self.sample_from)
+        work = Pass(request.keep, ids, len(request.ids), IDS, IDS, request.samples, index)
+        ran = run_one(self.engine, "s", work)  # in the order of the calls
+        sent_at, spent_s = now(), list[float]()
+        for turn in self.turns:
+            await asyncio.sleep(self.hop_s)
+            async with turn:
+                half_s = (self.pass_s + self.row_s * (len(request.ids) - 1)) / self.stages / 2
+                await asyncio.sleep(half_s)
+                spent_s.append(2 * half_s * self.slowed())
+                await asyncio.sleep(spent_s[-1] - half_s)
+        await asyncio.sleep(self.hop_s)
+        spent_us = tuple(round(1e6 * each_s) for each_s in spent_s)
+        return PassResult(ran.tokens, sum(spent_s) if self.stages == 1 else now() - sent_at, spent_us)
+
+    async def close(self) -> None:
+        """As of ``ModelSession``."""
+
+
+class SilentWriter:
+    """A text's tokens as they are, without text."""
+
+    ended = ""
+
+    def take(self, token: int) -> str:
+        """No text."""
+        return ""
+
+    def finish(self) -> str:
+        """No text."""
+        return ""
+
+
 async def write(
     source: Drafters | None,
     prompt: Sequence[int],
@@ -280,32 +343,37 @@ async def write(
     row_s: float = 0.0,
     cost_model: CostModel | None = None,
     slowed: Callable[[], float] = lambda: 1.0,
+    **chain: Any,
 ) -> Written:
     """A text of a verifier, with a model that takes ``pass_s`` for a pass and ``row_s`` more for each draft.
 
     Args:
         cost_model: of the texts before; None: only a pass without drafts is known.
-        slowed: factor of the time of a pass, called in its middle.
+        slowed, chain: as of ``SlowSession``.
     """
     now = asyncio.get_running_loop().time
     engine = target or whole()
     engine.open("s", positions=len(prompt) + tokens, sampling=sampling)
-    decoding = Decoding(prompt, max_new_tokens=tokens)
+    session = SlowSession(engine, len(prompt), pass_s, row_s, slowed, **chain)
+    decoding = Decoding(prompt, max_new_tokens=tokens, most_passes=session.most_passes)
     core = Speculation(decoding, cost_model or CostModel(pass_s), vocab_size=engine.vocab_size)
     drafts = TextDrafts(source, core, positions=len(prompt) + tokens, sampling=sampling, now=now)
+    writer: Any = SilentWriter()
+    stats = TextStats(decoding.stats, began_at=now(), prompt_tokens=len(prompt), cached_tokens=0)
+    text = TextSession(
+        session,
+        decoding,
+        writer,
+        stats,
+        left_out=0,
+        now=now,
+        on_end=lambda text: engine.close("s"),
+    )
+    text.begin(drafts)
     ends: list[float] = []
-    while not decoding.ended:
-        request = decoding.next_pass(await drafts.next_drafts(None) or ())
-        half_s = (pass_s + row_s * (len(request.ids) - 1)) / 2
-        await asyncio.sleep(half_s)
-        took_s = 2 * half_s * slowed()
-        await asyncio.sleep(took_s - half_s)
-        ids, index = memoryview(encode_ids(request.ids)), request.sample_index(len(prompt))
-        ran = run_one(engine, "s", Pass(request.keep, ids, len(request.ids), IDS, IDS, request.samples, index))
-        drafts.end_pass(decoding.take_samples(ran.tokens, took_s, now()))
+    async for _ in text:
         ends.append(now())
         decoding.validate()
         core.validate()
-    drafts.close()
-    engine.close("s")
+    await text.close()
     return Written(list(decoding.tokens), ends, decoding.stats, drafts.facts())

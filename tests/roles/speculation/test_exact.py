@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import Any
 from zlib import crc32
 
@@ -84,14 +85,18 @@ class SpeculativeText(RuleBasedStateMachine):
         stop=st.booleans(),
         cached=st.integers(0, 2),
         known=st.booleans(),
+        passes=st.integers(1, 4),
     )
-    def begin(self, length: int, prompt: tuple[int, ...], stop: bool, cached: int, known: bool) -> None:
+    def begin(
+        self, length: int, prompt: tuple[int, ...], stop: bool, cached: int, known: bool, passes: int = 1
+    ) -> None:
         stop_ids = frozenset({STOP_ID}) if stop else frozenset[int]()
         self.prompt, self.length = prompt, length
         self.expected = plain(prompt, length, stop_ids)
         # Here time means nothing: where a step alone is known it is so long that drafts are always a gain.
         self.cost = CostModel(100.0 if known else 0.0)
-        self.decoding = Decoding(prompt, max_new_tokens=length, stop_ids=stop_ids, cached=cached)
+        self.decoding = Decoding(prompt, max_new_tokens=length, stop_ids=stop_ids, cached=cached, most_passes=passes)
+        self.stale = 0
         self.core = Speculation(self.decoding, self.cost, vocab_size=VOCAB)
         self.model = Model()
         self.model.history = list(prompt[: min(cached, len(prompt) - 1)])
@@ -110,11 +115,13 @@ class SpeculativeText(RuleBasedStateMachine):
         act()
         if self.decoding.ended:
             self.core.end()
-        elif not self.running:
-            drafts, self.wait_s = self.core.next_drafts(self.now)
-            self.waits = self.wait_s > 0
-            if not self.waits:
-                self.running.append(self.decoding.next_pass(drafts))
+        else:
+            self.waits = False
+            while self.decoding.may_begin and not self.waits:
+                drafts, self.wait_s = self.core.next_drafts(self.now)
+                self.waits = self.wait_s > 0
+                if not self.waits:
+                    self.running.append(self.decoding.next_pass(drafts))
         self.decoding.validate()
         self.core.validate()
 
@@ -148,11 +155,14 @@ class SpeculativeText(RuleBasedStateMachine):
                     self.hurries(number, drafter)
         run = self.running.popleft()
         samples = tuple(target(prefix) for prefix in self.model.run(run))
-        assert self.model.history[: run.keep] == self.decoding.ids[: run.keep]
-        assert run.sample_index(len(self.prompt)) == len(self.decoding.tokens)
+        if self.decoding._stale:
+            self.stale += 1
+        else:
+            assert self.model.history[: run.keep] == self.decoding.ids[: run.keep]
+            assert run.sample_index(len(self.prompt)) == len(self.decoding.tokens)
 
         def end_pass() -> None:
-            self.core.end_pass(self.decoding.take_samples(samples, 0.05, self.now))
+            self.core.end_pass(self.decoding.take_samples(samples, 0.05, self.now, 0.001))
             self.send_verdict()
 
         self.go_on(end_pass)
@@ -162,7 +172,7 @@ class SpeculativeText(RuleBasedStateMachine):
         """A drafter that is right most of the time is heard before each pass: passes carry drafts, also wrong ones."""
         self.joins(alpha=0.8, seed=seed, gaps=False, again=False)
         for _ in range(passes):
-            if self.running:
+            if self.running and not self.may_wait():
                 self.computes(quick=True)
             elif not self.decoding.ended:
                 self.waits_no_longer()
@@ -264,7 +274,10 @@ class SpeculativeText(RuleBasedStateMachine):
     def another_text_finds_what_drafters_are_worth(self, resting: bool) -> None:
         self.cost.resting = resting or not self.cost.step_s
 
-    @precondition(lambda self: not self.decoding.ended and self.waits)
+    def may_wait(self) -> bool:
+        return not self.decoding.ended and self.waits and self.wait_s < inf
+
+    @precondition(may_wait)
     @rule()
     def waits_no_longer(self) -> None:
         self.now += self.wait_s
@@ -313,10 +326,12 @@ class SpeculativeText(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_scenario_has_passes_with_right_and_with_wrong_drafts(seed: int) -> None:
+@pytest.mark.parametrize("passes", [1, 3])
+def test_the_scenario_has_passes_with_right_and_with_wrong_drafts(seed: int, passes: int) -> None:
     machine = SpeculativeText()
-    machine.begin(length=40, prompt=(1, 2), stop=False, cached=0, known=True)
-    machine.is_drafted_for_promptly(seed=seed, passes=100)
+    machine.begin(length=40, prompt=(1, 2), stop=False, cached=0, known=True, passes=passes)
+    machine.is_drafted_for_promptly(seed=seed, passes=200)
+    assert bool(machine.stale) == (passes > 1)
     machine.text_is_that_of_plain_decoding()
     assert machine.decoding.ended
     assert 0 < machine.decoding.stats.accepted < machine.decoding.stats.verified

@@ -36,7 +36,8 @@ def texts(
     """Texts that one verifier writes one after the other, with a drafter."""
 
     async def main() -> list[Written]:
-        scene, cost_model = Scene(one_way_ms=500 * round_trip_s), CostModel(PASS_S)
+        step_s = PASS_S + (options.get("stages", 1) + 1) * options.get("hop_s", 0.0)
+        scene, cost_model = Scene(one_way_ms=500 * round_trip_s), CostModel(step_s)
         host = scene.host("d1", engine, step_s=draft_s)
         written: list[Written] = []
         async with scene.running(host):
@@ -108,3 +109,40 @@ def test_a_drafter_that_slows_the_verifier_down_costs_little(slowed: float, alph
     lengths = [256] * 3
     written = texts(Wobbly(alpha), lengths, draft_s=0.02, row_s=0.3 * PASS_S, happens=happens)
     assert sum(map(seconds, written)) <= 1.05 * sum(tokens - 1 for tokens in lengths) * PASS_S
+
+
+@pytest.mark.parametrize(("share", "gain"), [(0.0, 1.08), (0.3, 1.25)])
+def test_over_a_chain_the_next_pass_begins_before_the_last_one_is_judged(share: float, gain: float) -> None:
+    """Four stages, 80 ms apart: a pass takes long, but another one can begin after a fourth of its computing."""
+    chain = {"round_trip_s": 0.08, "row_s": share * PASS_S, "stages": 4, "hop_s": 0.04}
+    turns, ahead = (
+        sum(seconds(text) for text in texts(Wobbly(0.8), [64, 192], most_passes=most, **chain)[1:]) for most in (1, 8)
+    )
+    assert turns >= gain * ahead
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_over_a_chain_drafts_are_never_slower_than_the_verifier_alone(alpha: float) -> None:
+    step_s = PASS_S + 5 * 0.01
+    written = texts(
+        Wobbly(alpha), [64, 128], round_trip_s=0.02, row_s=0.5 * PASS_S, stages=4, hop_s=0.01, most_passes=8
+    )
+    for tokens, text in zip([64, 128], written, strict=True):
+        assert seconds(text) <= 1.05 * (tokens - 1) * step_s
+
+
+def test_texts_that_share_a_chain_are_not_slowed_down_by_each_others_drafts() -> None:
+    """Four texts keep four stages busy: a pass that begins early takes the time of others."""
+
+    async def seconds_of(most_passes: int) -> float:
+        scene, cost_model = Scene(), CostModel(PASS_S)
+        host, turns = scene.host("d1", Wobbly(0.8), step_s=0.002), [asyncio.Lock() for _ in range(4)]
+        chain: dict[str, Any] = {"stages": 4, "turns": turns, "most_passes": most_passes}
+        async with scene.running(host):
+            began = asyncio.get_running_loop().time()
+            prompts = [[number, 2, 3] for number in range(4)]
+            texts = [write(scene.drafters, prompt, 64, GREEDY, cost_model=cost_model, **chain) for prompt in prompts]
+            await asyncio.gather(*texts)
+            return asyncio.get_running_loop().time() - began
+
+    assert run_virtual(seconds_of(8)) <= 1.05 * run_virtual(seconds_of(1))
