@@ -129,7 +129,7 @@ class Soak:
     async def _write(self, service: ModelTextService, request: SoakRequest, rng: random.Random) -> None:
         prompt = " ".join(f"w{token}" for token in request.ids)
         asked = TextRequest(prompt, max_new_tokens=request.tokens, sampling=request.sampling)
-        session, _ = await service.prepare(asked)
+        session, _ = await service.prepare(asked, self.world.clock.now())
         wanted, tokens = list(self.wanted[request]), list[int]()
         session.begin(RandomDrafts(session.decoding, request, wanted, rng) if request.drafts else None)
         async for piece in session:
