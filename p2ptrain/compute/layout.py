@@ -31,7 +31,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from p2ptrain.compute.key_value_cache import CacheShape
 from p2ptrain.compute.model import first_line, outline
-from p2ptrain.compute.quantized import quantize_linears
+from p2ptrain.compute.quantized import choose_weights, quantize_linears
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.tensor_files import SPLIT_FAMILIES
@@ -247,7 +247,7 @@ def layer_sizes(config: PretrainedConfig, dtype: torch.dtype = torch.float32, we
         return sum(tensor.nbytes for unit in units for tensor in unit.state_dict().values())
 
     whole = ModelLayout(config, dtype)
-    quantize_linears(whole.layers, weights)
+    quantize_linears(whole.layers, choose_weights(config, weights))
     tied_bytes = whole.model.get_input_embeddings().weight.nbytes if whole.tied else 0
     return ModelSizes(
         layers_bytes=tuple(bytes_of([layer]) for layer in whole.layers),

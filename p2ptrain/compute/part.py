@@ -31,10 +31,11 @@ from p2ptrain.compute.activations import tensor_of
 from p2ptrain.compute.key_value_cache import KeyValueCache
 from p2ptrain.compute.layout import LayerRange, ModelLayout, split_refusal
 from p2ptrain.compute.model import DRAWING
-from p2ptrain.compute.quantized import QuantizedLinear, quantize_linears
+from p2ptrain.compute.quantized import QuantizedLinear, choose_weights, packed_shapes, quantize_linears
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.tensor_files import TensorTable
 
+_PACKED_DTYPES = {"I32": torch.int32}
 FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 OnBytes = Callable[[int, int], None]
 """Called with (bytes placed, total bytes)."""
@@ -145,7 +146,9 @@ class PartAssembly:
         shapes = self._whole.cache_shapes[part.start : part.stop]
         self.cache_position_bytes = sum(shape.numel for shape in shapes) * dtype.itemsize
         tensors = self._whole.model.state_dict()
-        stored = StoredTensors(self._whole.model, names)
+        weights, is_packed = choose_weights(config, weights), getattr(config, "quantization_config", None) is not None
+        known = {name.removesuffix("_packed") for name in names} if is_packed else names
+        stored = StoredTensors(self._whole.model, known)
         tied = [name for name in self._whole.tied if name in stored.conversions]
         self._tied_files = [file for name in tied for file in stored.conversions[name].sources]
         self._names = self._whole.cut(part)
@@ -155,9 +158,17 @@ class PartAssembly:
         for place, name in self._names.items():
             self._places.setdefault(tied[0] if tied and name in self._whole.tied else name, []).append(place)
         self._sources = stored.sources_of({name: tensors[name] for name in self._places})
-        self.wanted: Mapping[str, tuple[int, ...]] = {
-            name: tuple(tensor.shape) for name, (tensor, _) in self._sources.items()
-        }
+        wanted: dict[str, tuple[int, ...]] = {}
+        self._packed: dict[str, str] = {}  # tensor of files that are quantized → the weight that it is a part of
+        for name, (tensor, conversion) in self._sources.items():
+            stored_shapes = {name: tuple(tensor.shape)}
+            if is_packed and self._quantized_at(conversion.target):
+                stored_shapes = packed_shapes(config, name, tuple(tensor.shape))
+                self._packed |= dict.fromkeys(stored_shapes, name)
+            wanted |= stored_shapes
+        self.wanted: Mapping[str, tuple[int, ...]] = wanted
+        if missing := [name for name in wanted if is_packed and name not in names]:
+            raise ConfigError(f"the model's quantized files lack {missing[0]}", remedy=_REMEDY)
         self._incomplete: dict[str, dict[str, Tensor]] = {}  # by target, of conversions that lack other sources
         self._missing = set(self.wanted)
 
@@ -175,14 +186,18 @@ class PartAssembly:
         """Place a tensor from its bytes in safetensors' ``dtype``. Raises ``ConfigError``: the part has no such tensor,
         the dtype is not usable, or the size is wrong."""
         shape = self._shape_of(name)
-        if dtype not in FILE_DTYPES:
-            text = f"{name} has dtype {dtype}; a part supports only {', '.join(FILE_DTYPES)}"
+        dtypes = _PACKED_DTYPES if name in self._packed and name.endswith("_packed") else FILE_DTYPES
+        if dtype not in dtypes:
+            text = f"{name} has dtype {dtype}; a part supports only {', '.join(dtypes)}"
             raise ConfigError(text, remedy="use the model's unquantized weights")
-        size_bytes = math.prod(shape) * FILE_DTYPES[dtype].itemsize
+        size_bytes = math.prod(shape) * dtypes[dtype].itemsize
         if data.nbytes != size_bytes:
             text = f"{name} as {dtype} has {data.nbytes} bytes; config.json requires {size_bytes}"
             raise ConfigError(text, remedy=_REMEDY)
-        tensor = tensor_of(data, FILE_DTYPES[dtype], shape)
+        tensor = tensor_of(data, dtypes[dtype], shape)
+        if name in self._packed:
+            self._adopt_packed(self._packed[name], name, tensor.to(self._device))
+            return
         self._adopt(name, tensor.to(self._device, self._sources[name][0].dtype))
 
     def place_all(self, table: TensorTable, on_bytes: OnBytes = lambda done_bytes, total_bytes: None) -> None:
@@ -231,14 +246,29 @@ class PartAssembly:
             for target, converted in conversion.convert(self._whole.model, sources).items():
                 self._install(target, converted)
 
+    def _adopt_packed(self, weight: str, name: str, tensor: Tensor) -> None:
+        halves = self._incomplete.setdefault(weight, {})
+        halves[name] = tensor
+        self._missing.discard(name)
+        if len(halves) == 2:
+            del self._incomplete[weight]
+            for owner in self._quantized_at(self._sources[weight][1].target):
+                owner.take(halves[f"{weight}_packed"], halves[f"{weight}_scale"])
+
+    def _quantized_at(self, target: str) -> list[QuantizedLinear]:
+        """The layers that hold the weight ``target`` in fewer bits."""
+        places = [place.rpartition(".") for place in self._places.get(target, ()) if place.endswith(".weight")]
+        owners = [self._whole.model.get_submodule(module) for module, _, _ in places]
+        return [owner for owner in owners if isinstance(owner, QuantizedLinear)]
+
     def _install(self, target: str, tensor: Tensor) -> None:
+        for owner in (quantized := self._quantized_at(target)):
+            owner.hold(tensor)
         parameter = nn.Parameter(tensor)
-        for place in self._places[target]:
+        for place in self._places[target] if not quantized else ():
             module, _, leaf = place.rpartition(".")
             owner = self._whole.model.get_submodule(module)
-            if isinstance(owner, QuantizedLinear) and leaf == "weight":
-                owner.hold(tensor)
-            elif leaf in owner._parameters:
+            if leaf in owner._parameters:
                 owner._parameters[leaf] = parameter
             else:
                 owner._buffers[leaf] = tensor

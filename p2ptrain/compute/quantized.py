@@ -3,8 +3,9 @@
 - ``int8``: an output's weights are q · s, with q from -127 to 127 and one s, fp32.
 - ``int4``: of each output, ``GROUP`` inputs have an s and a z, bf16: their weights are (q - 8) · s + z, q from 0 to 15.
 
-Both are rounded to the nearest value; nothing is calibrated. Embeddings, norms, the head, the experts of a mixture (no
-linear layers in transformers) and layers of shapes that torch's kernels do not take stay as they are.
+Weights are rounded to the nearest of these; nothing is calibrated. Files that are quantized already, in the packed
+format of compressed-tensors, are taken over as they are. Embeddings, norms, the head, the experts of a mixture (no
+linear layers in transformers) and layers of shapes that torch's kernels do not take stay unquantized.
 
 On a CPU torch's own kernels multiply by the held weights. They are fast with inputs in bf16 only, so inputs are rounded
 to it, and sums are in fp32. A kernel computes each row by itself: its bits do not depend on the other rows. On other
@@ -13,18 +14,21 @@ devices each pass restores the weights in the dtype of the computation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from p2ptrain.core.serving import INT4
+from p2ptrain.core.errors import ConfigError
+from p2ptrain.core.serving import INT4, INT8
 
 GROUP = 32
 """Inputs with a scale of their own in ``INT4``: a smaller group costs memory, a larger one accuracy."""
+_GROUPS = (GROUP, 2 * GROUP, 4 * GROUP, 8 * GROUP)  # of files
 _LEAST = 1e-30  # of a scale, for weights that are all 0
 
 
@@ -65,8 +69,22 @@ class QuantizedLinear(nn.Module):
         step = ((most - least) / 15).clamp(min=_LEAST).bfloat16()
         middle = (least + 8 * step).bfloat16()
         levels = ((groups - middle) / step + 8).round().clamp(0, 15).flatten(1).to(torch.uint8)
-        self.scales = torch.stack([step, middle], -1).squeeze(2).transpose(0, 1).contiguous()
-        if weight.device.type == self.kernel_device:
+        self._hold_levels(levels, step.squeeze(2), middle.squeeze(2))
+
+    def take(self, packed: Tensor, scale: Tensor) -> None:
+        """Take over weights of files: ``packed`` int32, 4 or 8 of an output in each; ``scale`` (outputs, groups)."""
+        stored = packed.contiguous().view(torch.uint8)  # q + 8, the first in the low half of a byte; or q + 128
+        if not self._in_4_bits:
+            self.held, self.scales = (stored ^ 128).view(torch.int8), scale[:, 0].float()
+            return
+        levels = torch.stack([stored & 15, stored >> 4], -1).flatten(1)
+        step = scale.repeat_interleave(levels.shape[1] // GROUP // scale.shape[1], 1).bfloat16()
+        self._hold_levels(levels, step, torch.zeros_like(step))
+
+    def _hold_levels(self, levels: Tensor, step: Tensor, middle: Tensor) -> None:
+        """``levels``: q, uint8 (outputs, inputs). ``step``, ``middle``: s and z, (outputs, inputs / ``GROUP``)."""
+        self.scales = torch.stack([step, middle], -1).transpose(0, 1).contiguous()
+        if levels.device.type == self.kernel_device:
             self.held = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1)
         else:
             self.held = levels[:, ::2] | levels[:, 1::2] << 4
@@ -108,6 +126,44 @@ def quantize_linears(layers: Iterable[nn.Module], weights: str) -> None:
             if not linear.weight.is_meta:
                 quantized.hold(linear.weight.detach())
             layer.set_submodule(name, quantized)
+
+
+def choose_weights(config: PretrainedConfig, wanted: str = "") -> str:
+    """How linear layers hold their weights: ``wanted``, one of ``QUANTIZED``; or as the model's files have them. Raises
+    ``ConfigError``: the files are quantized, and not so, or in a format that is not known."""
+    stored = getattr(config, "quantization_config", None)
+    if stored is None:
+        return wanted
+    try:
+        (group,) = stored["config_groups"].values()
+        weights = group["weights"]
+        form = stored["quant_method"], group.get("format") or stored["format"], weights["type"], weights["symmetric"]
+        plain = not (group.get("input_activations") or weights.get("actorder"))
+        kind = {(8, "channel"): INT8, (4, "group"): INT4}.get((weights["num_bits"], weights["strategy"]))
+        known = (
+            form == ("compressed-tensors", "pack-quantized", "int", True) and plain and group["targets"] == ["Linear"]
+        )
+        fits = kind == INT8 or (type(weights["group_size"]) is int and weights["group_size"] in _GROUPS)
+    except (KeyError, ValueError, TypeError, AttributeError):
+        known, kind, fits = False, None, False
+    if not known or kind is None or not fits:
+        text = f"this {config.model_type!r} model is quantized in a format that is not supported"
+        raise ConfigError(
+            text, remedy="use its unquantized weights with --weights, or compressed-tensors' W4A16 or W8A16"
+        )
+    if wanted not in ("", kind):
+        raise ConfigError(
+            f"the model's files are quantized to {kind}", remedy="leave out --weights, or use other files"
+        )
+    return kind
+
+
+def packed_shapes(config: PretrainedConfig, name: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """The tensors of files that are quantized already, in place of the weight ``name`` of ``shape``."""
+    (group,) = cast(Any, config).quantization_config["config_groups"].values()
+    bits, each = group["weights"]["num_bits"], group["weights"].get("group_size") or shape[1]
+    groups = shape[1] // each if bits == 4 else 1
+    return {f"{name}_packed": (shape[0], shape[1] * bits // 32), f"{name}_scale": (shape[0], groups)}
 
 
 def _shape_of(layer: Any) -> tuple[int, int]:

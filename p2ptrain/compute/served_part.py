@@ -32,7 +32,7 @@ from p2ptrain.compute.layout import LayerRange, NotSplit, layer_sizes, split_ref
 from p2ptrain.compute.model import check_architecture, first_line, load_model, without_dropout
 from p2ptrain.compute.part import ContextLimit, OnBytes, PartAssembly, PartModel, tensors_bytes
 from p2ptrain.compute.picking import Picker
-from p2ptrain.compute.quantized import quantize_linears
+from p2ptrain.compute.quantized import choose_weights, quantize_linears
 from p2ptrain.compute.split_check import check_splits
 from p2ptrain.core.activations import IDS, activation_bytes
 from p2ptrain.core.adapters import file_of, is_adapter, read_adapter
@@ -64,7 +64,7 @@ def load_whole(
         on_bytes: called on this thread after each piece; an exception from it ends the loading.
 
     Raises:
-        ConfigError: there is no model, or it is quantized.
+        ConfigError: there is no model, or it is quantized in a format that ``choose_weights`` does not know.
         StorageError: a file cannot be read.
         UserError, ResourceError: see ``ServedPartBuilder``.
     """
@@ -104,7 +104,8 @@ def load_module(directory: Path, device: ComputeDevice, wanted: str = "", weight
         text = f"{table.directory / 'config.json'} is not valid: {first_line(error)}"
         raise ConfigError(text, remedy="correct the file, or use another model") from error
     if getattr(config, "quantization_config", None) is not None:
-        raise _quantized(config.model_type)
+        text = f"this {config.model_type!r} model is quantized, and is served only if it splits"
+        raise ConfigError(text, remedy="use the model's unquantized weights")
     dtype = choose_dtype(config, wanted)
     total_bytes = sum(math.prod(entry.shape) for entry in table.entries.values()) * dtype.itemsize
     check_memory(total_bytes, device, f"the model in {table.directory}", _SMALLER_PART)
@@ -130,20 +131,14 @@ def config_of(text: str) -> PretrainedConfig:
     except ProtocolError as error:
         raise ConfigError(error.message, remedy="use the config.json of the model's directory") from error
     check_architecture(table["model_type"])
-    if table.get("quantization_config") is not None:
-        raise _quantized(table["model_type"])
     try:
         config = AutoConfig.for_model(**table)
     except Exception as error:  # each architecture validates in its own way and with its own exceptions
         raise NotSplit(f"this config.json is not a valid {table['model_type']!r}: {first_line(error)}") from error
     if not isinstance(getattr(config, "num_hidden_layers", None), int):
         raise split_refusal(config, "its configuration has no num_hidden_layers")
+    choose_weights(config)
     return without_dropout(config)
-
-
-def _quantized(model_type: str) -> ConfigError:
-    text = f"this {model_type!r} model is quantized, which parts do not support"
-    return ConfigError(text, remedy="use the model's unquantized weights")
 
 
 def choose_dtype(config: PretrainedConfig, wanted: str = "") -> torch.dtype:

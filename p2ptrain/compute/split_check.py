@@ -177,6 +177,8 @@ def _small_config(config: PretrainedConfig) -> PretrainedConfig:
         if key in known and getattr(config, key) is not None:
             setattr(tiny, key, value)
     tiny.pad_token_id = tiny.bos_token_id = tiny.eos_token_id = None  # they may exceed the small vocabulary
+    if hasattr(tiny, "quantization_config"):  # its weights are random
+        del tiny.quantization_config
     return tiny
 
 

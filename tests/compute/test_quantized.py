@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from p2ptrain.compute.layout import layer_sizes
 from p2ptrain.compute.quantized import QuantizedLinear, quantize_linears
 from p2ptrain.compute.served_part import ServedPartBuilder, config_of, load_whole
+from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.serving import QUANTIZED
 from p2ptrain.core.tensor_files import TensorTable
 
@@ -126,3 +129,76 @@ def test_a_model_that_does_not_split_is_quantized_too(tmp_path: Path) -> None:
     usual, held = load_whole(tmp_path), load_whole(tmp_path, weights="int8")
     assert held.weights_bytes < 0.6 * usual.weights_bytes
     assert len(Client([held], "s", GREEDY).say(prompt(8), 4)) == 4
+
+
+def _quantize_files(directory: Path, bits: int, size: int) -> None:
+    """Rewrite a model's files as compressed-tensors writes them. ``size``: inputs of a group; 0: all."""
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if ".layers." in name and tensors[name].ndim == 2]:
+        weight = tensors.pop(name)
+        groups = weight.view(len(weight), -1, size or weight.shape[1])
+        scale = (groups.abs().amax(2) / (2 ** (bits - 1) - 1)).bfloat16()
+        levels = (groups / scale[..., None]).round().int().flatten(1)
+        shifts = torch.arange(0, 32, bits)
+        stored = levels.view(len(weight), -1, 32 // bits) + 2 ** (bits - 1)
+        tensors[f"{name}_packed"] = (stored.long() << shifts).sum(2).to(torch.uint32).view(torch.int32)
+        tensors |= {f"{name}_scale": scale, f"{name}_shape": torch.tensor(weight.shape)}
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = _packed(bits, size)
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def _packed(bits: int, size: int, **changes: Any) -> dict[str, Any]:
+    kind = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group" if size else "channel"}
+    group = {"weights": kind | {"group_size": size or None} | changes, "targets": ["Linear"], "input_activations": None}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+
+
+@pytest.mark.parametrize(("bits", "size", "weights"), [(8, 0, "int8"), (4, 32, "int4"), (4, 64, "int4")])
+def test_files_that_are_quantized_already_are_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int, size: int, weights: str
+) -> None:
+    monkeypatch.setattr(QuantizedLinear, "kernel_device", "none")  # it would round inputs
+    usual = make("llama", tmp_path, intermediate_size=64)
+    _quantize_files(tmp_path, bits, size)
+    whole, parts = load_whole(tmp_path), load(tmp_path, 3)
+    for name, layer in whole._model.module.named_modules():
+        if isinstance(layer, QuantizedLinear):
+            weight = usual.get_parameter(f"{name}.weight")
+            groups = weight.view(len(weight), -1, size or weight.shape[1])
+            scale = (groups.abs().amax(2, keepdim=True) / (2 ** (bits - 1) - 1)).bfloat16()
+            expected = ((groups / scale).round() * scale).flatten(1)
+            assert torch.equal(layer._restored(), expected)
+    assert Client(parts, "s", GREEDY).say(prompt(8), 8) == Client([whole], "s", GREEDY).say(prompt(8), 8)
+    assert whole.weights_bytes == layer_sizes(config_of(whole.spec.config)).weights_bytes(0, 6)
+    with pytest.raises(ConfigError, match=f"files are quantized to {weights}"):
+        load_whole(tmp_path, weights="int8" if weights == "int4" else "int4")
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"quant_method": "gptq", "bits": 4},
+        {},
+        _packed(4, 48),
+        _packed(4, 0),
+        _packed(8, 32),
+        _packed(4, 32, actorder="group"),
+        _packed(4, 32, symmetric=False),
+    ],
+)
+def test_files_quantized_in_another_format_are_refused(tmp_path: Path, stored: dict[str, Any]) -> None:
+    make("llama", tmp_path)
+    text = json.dumps(json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": stored})
+    with pytest.raises(ConfigError, match="quantized in a format that is not supported") as caught:
+        config_of(text)
+    assert "--weights" in caught.value.remedy
+
+
+def test_quantized_files_that_lack_a_tensor_are_refused(tmp_path: Path) -> None:
+    make("llama", tmp_path)  # its layers of 80 inputs cannot be packed
+    _quantize_files(tmp_path, 4, 16)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": _packed(4, 32)}
+    with pytest.raises(ConfigError, match=r"lack .*down_proj\.weight"):
+        ServedPartBuilder(spec_of(tmp_path, 0, 6, config=json.dumps(config)), tuple(TensorTable(tmp_path).entries))
