@@ -260,7 +260,8 @@ class StageEngine(Protocol):
         weights_bytes: size of the part's weights.
         cache_position_bytes: size of the keys and values of one position.
         device: for people.
-        free_positions: positions in blocks that no session uses, in the memory that is reserved.
+        is_batched: whether passes of several sessions are computed together.
+        free_positions: positions in blocks that no session has. Some may be remembered for sessions that begin alike.
     """
 
     spec: PartSpec
@@ -272,14 +273,18 @@ class StageEngine(Protocol):
     device: str
 
     @property
+    def is_batched(self) -> bool: ...
+    @property
     def free_positions(self) -> int: ...
 
     def reserve(self, positions: int) -> None:
-        """Have memory for so many positions of all sessions together. Without it each ``open`` reserves what its
-        session may need. May be called again with more. Raises ``ResourceError``: there is too little memory."""
+        """Have memory for so many positions of all sessions together; it may be called again with more. From then on
+        ``open`` allocates none, and passes may be ``Preempted``. Without a call there is room for all open sessions.
+        Raises ``ResourceError``."""
 
     def open(self, session: str, *, positions: int, sampling: Sampling, block_hashes: Sequence[bytes] = ()) -> int:
-        """Begin a session of at most ``positions`` positions. Raises ``UserError`` if the model supports fewer.
+        """Begin a session of at most ``positions`` positions. Raises ``UserError`` if the model supports fewer,
+        ``ResourceError`` if the memory has room for fewer.
 
         Args:
             block_hashes: of the text's blocks, as of ``p2ptrain.core.serving.hash_blocks``.

@@ -74,6 +74,7 @@ class TimedModel:
 
     width, vocab_size, encoding, device = 1, VOCAB, "fp32", "no"
     weights_bytes, cache_position_bytes, context = 4, 8, CONTEXT
+    is_batched = True
 
     def __init__(self, config: str, pass_s: float, alpha: float) -> None:
         self.spec = PartSpec(config, 0, 1, 1)

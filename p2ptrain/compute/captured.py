@@ -1,146 +1,161 @@
-"""Decoding steps that a GPU replays.
+"""Passes of sessions that have few new positions each, in the form that suits a GPU, which replays repeated ones.
 
-For one new position, or few, launching the kernels takes a GPU longer than running them. A CUDA graph captures the
-kernels of a step once and launches all of them in one call, on the same memory. So what differs between steps is in
-tensors: token ids or hidden states, and positions. A step writes keys and values at its positions in the session's
-memory, and attends to a *bucket*: the first 2^n positions there, with a mask of later ones, which transformers makes as
-for its ``StaticCache``. A text that outgrows its bucket takes another capture.
+For few rows, launching the kernels takes a GPU longer than running them. A CUDA graph captures the kernels of a pass
+once and launches all of them in one call, on the same memory. So what differs between passes is in tensors: token ids
+or hidden states, positions, and where the memory has them. The sizes of these tensors are *buckets*: the numbers of
+sessions, of rows of each, and of positions that they attend to, each rounded up to a power of two. What is missing are
+copies of the first session's first row.
 
-Models of other families than ``FAMILIES`` run as usual, and so does a part of which a capture failed, for example
-because its code reads a value from the device.
+A part of which a capture failed, for example because its code reads a value from the device, runs as usual.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from transformers import Cache
-from transformers.cache_utils import StaticLayer
 
-from p2ptrain.compute.key_value_cache import KeyValueCache
+from p2ptrain.compute.key_value_cache import KeyValueMemory, PaddedCache, SessionRows
 from p2ptrain.compute.model import first_line
 from p2ptrain.compute.part import PartModel
-from p2ptrain.core.tensor_files import SPLIT_FAMILIES
 
 Replay = Callable[[], Tensor]
 Capture = Callable[[Replay], Replay]
-"""Takes a step, which reads and writes the same tensors at each call, and may run it several times. Returns a call that
+"""Takes a pass, which reads and writes the same tensors at each call, and may run it several times. Returns a call that
 repeats its kernels and returns its result, each time in the same memory. Raises anything: it cannot be captured."""
-STEPS_BEFORE_CAPTURE = 8
-"""Usual steps before a capture, which takes about as long: so none makes a text take more than twice its time. Neither
-is a step captured if the session has no room for so many more."""
+PASSES_BEFORE_CAPTURE = 8
+"""Usual passes of a bucket before its capture, which takes about as long."""
 MOST_NEW = 16
-"""New positions of a step: one token, or it and drafts."""
+"""New positions of a session: one token, or it and drafts."""
 SMALLEST_BUCKET, LARGEST_BUCKET = 256, 4096
-"""The largest is an estimate. With a mask, attention does not split a text over the processors of a GPU, so for a long
-one it may take longer than the launches that a replay saves."""
-
-FAMILIES = frozenset(SPLIT_FAMILIES) - {"falcon"}
-"""``model_type`` of models whose steps tests capture. Falcon's code makes index tensors of lists, on the host."""
-
-
-class _StaticLayer(StaticLayer):
-    """Keys and values of one layer (1, heads, bucket, head width); a step writes at ``positions``, int64 (T,)."""
-
-    def __init__(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
-        super().__init__(max_cache_len=keys.shape[2])  # type: ignore[no-untyped-call]
-        self.is_initialized = True
-        self._keys, self._values, self._positions = keys, values, positions
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self._keys.index_copy_(2, self._positions, key_states.to(self._keys.dtype))
-        self._values.index_copy_(2, self._positions, value_states.to(self._values.dtype))
-        return self._keys, self._values
-
-    def get_seq_length(self) -> int:
-        """The most positions before a step. Models take only sizes from it, because a part gives them positions."""
-        return self.max_cache_len - len(self._positions)
-
-
-class _StaticCache(Cache):
-    def __init__(self, layers: list[Any], positions: Tensor) -> None:
-        super().__init__(layers=layers)
-        self._positions = positions
-
-    def get_query_offset(self, layer_idx: int = 0) -> Any:  # masks are made from it
-        return self._positions[0]
+"""Positions. The largest is an estimate: a long text's attention may take longer than the launches that a replay
+saves."""
+MOST_CAPTURES = 32
+"""Captures that are kept, those used last; each keeps the memory of its tensors."""
+Bucket = tuple[int, int, int]
+"""Sessions, rows of each, positions that they attend to."""
 
 
 @dataclass(frozen=True, slots=True)
-class CapturedStep:
-    """``x`` (T, ...) and ``positions`` (T,) are the memory of its input. ``replay``: see ``Capture``."""
+class CapturedPass:
+    """``x`` (S R, ...), ``positions`` (S, R), ``slots`` (S R,) and ``read`` (S, K) are the memory of its input, see
+    ``PaddedCache``. ``replay``: see ``Capture``."""
 
-    bucket: int
     x: Tensor
     positions: Tensor
+    slots: Tensor
+    read: Tensor
     replay: Replay
 
-
-SessionSteps = dict[tuple[int, int], int | CapturedStep]
-"""By number of positions and rows of logits: how many usual steps a session had, or what was captured after them."""
-
-
-def can_capture(model: Any) -> bool:
-    """Whether this code supports steps of ``model``, a ``PartModel`` or a ``WholeModel``, with this transformers."""
-    is_known = isinstance(model, PartModel) and model.config.model_type in FAMILIES
-    return is_known and not model.switches and hasattr(Cache, "get_query_offset")
+    def run(self, *inputs: Tensor) -> Tensor:
+        for own, new in zip((self.x, self.positions, self.slots, self.read), inputs, strict=True):
+            own.copy_(new)
+        return self.replay()
 
 
 class PassRunner:
-    """Computes a part's sessions: steps that a session repeats by replays, other passes as usual. After a capture that
-    failed it captures no more."""
+    """Computes passes; those with up to ``MOST_NEW`` rows of each session, which repeat a bucket, by replays. After a
+    capture that failed it captures no more."""
 
-    def __init__(self, model: PartModel, capture: Capture) -> None:
-        self._model = model
+    def __init__(self, model: PartModel, memory: KeyValueMemory, capture: Capture) -> None:
+        self._model, self._memory = model, memory
         self._capture: Capture | None = capture
+        self._passes: OrderedDict[Bucket, int | CapturedPass] = OrderedDict()
+        self._positions = memory.positions
 
-    def forward(self, x: Tensor, start: int, cache: KeyValueCache, steps: SessionSteps, *, rows: int) -> Tensor:
-        """``PartModel.forward`` at the positions from ``start``, for ``x`` (T,) or (T, width) and with a result without
-        the batch's dimension: logits of the last ``rows``, or hidden states of all."""
-        stop = start + len(x)
-        step = self._step(x, start, cache, steps, rows)
-        if step is None:
-            return self._model.forward(x[None], torch.arange(start, stop, device=x.device), cache, logits=rows)[0]
-        step.x.copy_(x)
-        torch.arange(start, stop, out=step.positions)
-        out = step.replay().clone()
-        cache.advance(stop)
-        return out
+    def forward(self, x: Tensor, sessions: Sequence[SessionRows], wanted: Sequence[int]) -> Tensor:
+        """Hidden states of the rows ``x`` (T,) or (T, width), session by session; on the last stage the logits of the
+        rows with the indices ``wanted``."""
+        counts = [rows.stop - rows.start for rows in sessions]
+        bucket = self._bucket(counts, sessions)
+        inputs, real = self._inputs(x, sessions, counts, bucket)
+        index = real[torch.tensor(wanted, device=real.device)] if self._model.part.last else real
+        known = self._known(bucket)
+        if known is None:
+            return self._compute(*inputs, index)
+        if not isinstance(known, CapturedPass):
+            try:
+                known = self._passes[bucket] = self._captured(known, inputs)
+            except Exception as error:  # noqa: BLE001 - a model's code may fail in any way
+                logging.getLogger(__name__).warning("decoding steps are not captured: %s", first_line(error))
+                self._capture = None
+                return self._compute(*inputs, index)
+        return known.run(*inputs).index_select(0, index)
 
-    def _step(self, x: Tensor, start: int, cache: KeyValueCache, steps: SessionSteps, rows: int) -> CapturedStep | None:
-        shape, ahead = (len(x), rows), start + len(x) + STEPS_BEFORE_CAPTURE
-        known = steps.get(shape, 0)
-        if isinstance(known, CapturedStep) and start + len(x) <= known.bucket:
+    def _bucket(self, counts: Sequence[int], sessions: Sequence[SessionRows]) -> Bucket:
+        most = max(rows.extent for rows in sessions)
+        if max(counts) > MOST_NEW:  # not one that repeats
+            return len(sessions), max(counts), most
+        return power_of_two(len(sessions)), power_of_two(max(counts)), max(SMALLEST_BUCKET, power_of_two(most))
+
+    def _inputs(
+        self, x: Tensor, sessions: Sequence[SessionRows], counts: Sequence[int], bucket: Bucket
+    ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """Inputs of ``CapturedPass``, and the index of each row of ``x`` among its rows."""
+        sessions_count, rows_count, extent = bucket
+        source: list[int] = []
+        positions: list[list[int]] = []
+        slots: list[Tensor] = []
+        real: list[int] = []
+        first = 0
+        read = torch.zeros(sessions_count, extent, dtype=torch.int64)
+        for number, (rows, count) in enumerate(zip(sessions, counts, strict=True)):
+            fill = rows_count - count
+            source += [*range(first, first + count), *[first] * fill]
+            positions.append([*range(rows.start, rows.stop), *[rows.start] * fill])
+            own = rows.slots(rows.start, rows.stop)
+            slots.append(torch.cat([own, own[:1].expand(fill)]))
+            real += range(number * rows_count, number * rows_count + count)
+            read[number, : rows.extent] = rows.slots(0, rows.extent)
+            first += count
+        missing = sessions_count - len(sessions)
+        source += [0] * (missing * rows_count)
+        positions += [[sessions[0].start] * rows_count] * missing
+        slots += [slots[0][:1].expand(rows_count)] * missing
+        read[len(sessions) :] = read[0]
+        device = x.device
+        at, where = torch.tensor(positions).to(device), torch.cat(slots).to(device)
+        return (x[torch.tensor(source).to(device)], at, where, read.to(device)), torch.tensor(real).to(device)
+
+    def _known(self, bucket: Bucket) -> CapturedPass | Capture | None:
+        """A capture of the bucket, or the way to make it now; None: it runs as usual."""
+        if self._positions != self._memory.positions:  # the captures' memory is no longer the part's
+            self._passes.clear()
+            self._positions = self._memory.positions
+        known = self._passes.get(bucket, 0)
+        if isinstance(known, CapturedPass):
+            self._passes.move_to_end(bucket)
             return known
-        if self._capture is None or start == 0 or len(x) > MOST_NEW or ahead > min(cache.positions, LARGEST_BUCKET):
+        if self._capture is None or bucket[1] > MOST_NEW or bucket[2] > LARGEST_BUCKET:
             return None
-        if isinstance(known, int) and known < STEPS_BEFORE_CAPTURE:
-            steps[shape] = known + 1
+        if known < PASSES_BEFORE_CAPTURE:
+            self._passes[bucket] = known + 1
             return None
-        bucket = max(SMALLEST_BUCKET, 1 << (ahead - 1).bit_length())
-        try:
-            step = steps[shape] = self._captured(self._capture, bucket, x, start, cache, rows)
-        except Exception as error:  # noqa: BLE001 - a model's code may fail in any way
-            logging.getLogger(__name__).warning("decoding steps are not captured: %s", first_line(error))
-            self._capture = None
-            return None
-        return step
+        captures = [key for key, made in self._passes.items() if isinstance(made, CapturedPass)]
+        for oldest in captures[: len(captures) - MOST_CAPTURES + 1]:
+            del self._passes[oldest]
+        return self._capture
 
-    def _captured(
-        self, capture: Capture, bucket: int, x: Tensor, start: int, cache: KeyValueCache, rows: int
-    ) -> CapturedStep:
-        model, x = self._model, x.clone()
-        positions = torch.arange(start, start + len(x), device=x.device)
-        layers = [_StaticLayer(*memory, positions) for memory in cache.memory(bucket)]
-        static = cast(KeyValueCache, _StaticCache(layers, positions))
-        replay = capture(lambda: model.forward(x[None], positions, static, logits=rows)[0])
-        return CapturedStep(bucket, x, positions, replay)
+    def _captured(self, capture: Capture, inputs: tuple[Tensor, Tensor, Tensor, Tensor]) -> CapturedPass:
+        own = tuple(tensor.clone() for tensor in inputs)
+        x, positions, slots, read = own
+        every = torch.arange(len(x), device=x.device)
+        return CapturedPass(x, positions, slots, read, capture(lambda: self._compute(x, positions, slots, read, every)))
+
+    def _compute(self, x: Tensor, positions: Tensor, slots: Tensor, read: Tensor, index: Tensor) -> Tensor:
+        cache = PaddedCache(self._memory, positions, slots, read)
+        out = self._model.forward(x[None], positions.flatten(), cache, logits=index, rows=cache)[0]
+        return out if self._model.part.last else out.index_select(0, index)
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is no smaller."""
+    return 1 << (number - 1).bit_length()
 
 
 class CudaCapture:

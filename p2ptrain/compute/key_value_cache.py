@@ -1,8 +1,16 @@
-"""The keys and values of a session in the layers of a part.
+"""The keys and values of all sessions in the layers of a part, and the passes that read and write them.
 
-transformers' own caches copy their whole content for each token, and drop what is before a sliding window. This cache
-allocates all memory when the session opens, writes a token after the last one, and rolls back by moving the end.
-Attention gets the same numbers in the same order.
+Each layer has one tensor of keys and one of values, in blocks of ``BLOCK_POSITIONS`` positions
+(``compute.blocks.BlockPool``). A pass computes the new positions, the rows, of one session or of many. Three caches, in
+terms of transformers, are the same memory in a pass:
+
+    SessionCache  one session, of any model: transformers makes the mask.
+    BatchCache    many sessions: ``attend`` is the model's attention, and computes each session by itself.
+    PaddedCache   many sessions that have few rows each, in one call on copies of their keys, as suits a GPU.
+
+The result of a row of ``BatchCache`` depends on its session alone. On a CPU, attention's sums depend on how many
+queries and keys a call has, also on masked keys. So the rows of one block are one call, with the keys up to the block's
+end and a multiple of ``QUERIES`` queries. Masked keys are zeros, or finite numbers of positions that were cut.
 """
 
 from __future__ import annotations
@@ -13,12 +21,20 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name
 from torch import Tensor
-from transformers import DynamicCache, PretrainedConfig
+from transformers import AttentionInterface, Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from p2ptrain.core.serving import BLOCK_POSITIONS
+
 LAYER_CACHES = {DynamicLayer, DynamicSlidingWindowLayer}
-"""Kinds of a layer's cache that ``KeyValueCache`` has rollback for."""
+"""Kinds of a layer's cache that can be rolled back here."""
+NAME = "p2ptrain-batch"
+"""Of ``attend_rows`` among transformers' implementations of attention. It has no masks there, so transformers makes
+none."""
+QUERIES = 8
+"""Calls of a CPU's attention with a multiple of so many queries compute each of them alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,72 +48,288 @@ class CacheShape:
     def numel(self) -> int:
         return math.prod(self.keys) + math.prod(self.values)
 
-
-class _Layer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
-    """Keys and values of one layer, of shapes (1, heads, positions, head width). It attends to the last ``window``
-    positions (None: to all) but keeps all: a rollback needs those before the window again. transformers' own
-    ``get_mask_sizes`` makes a mask that fits the result of ``update``."""
-
-    keys: Tensor
-    values: Tensor
-
-    def __init__(
-        self, shape: CacheShape, positions: int, window: int | None, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__(window or positions)
-        self.is_initialized, self.is_sliding = True, window is not None
-        self.keys, self.values = (
-            torch.zeros(1, heads, positions, width, dtype=dtype, device=device)  # commits the memory
-            for heads, width in (shape.keys, shape.values)
-        )
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        before = self.cumulative_length
-        stop = before + key_states.shape[-2]
-        self.keys[:, :, before:stop], self.values[:, :, before:stop] = key_states, value_states
-        self.cumulative_length = stop
-        return self.read(max(0, before - self.sliding_window + 1), stop)
-
-    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        return self.keys[:, :, start:stop], self.values[:, :, start:stop]
+    @property
+    def is_latent(self) -> bool:
+        """Whether the layer makes the keys and values of all positions from what it caches, in each pass."""
+        return self.keys[1] != self.values[1]
 
 
-class KeyValueCache(DynamicCache):
-    """Keys and values of one session: ``positions`` positions in each layer of ``config``, a part's configuration."""
+@dataclass(frozen=True, slots=True)
+class SessionRows:
+    """The rows of a session in a pass: positions [``start``, ``stop``). ``table``: its blocks up to ``stop``."""
 
-    def __init__(
-        self,
-        config: PretrainedConfig,
-        shapes: Sequence[CacheShape],
-        positions: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        super().__init__(config=config)
-        self.positions = positions
-        self._own = [
-            _Layer(shape, positions, getattr(layer, "sliding_window", None), dtype, device)
-            for layer, shape in zip(cast("list[Any]", self.layers), shapes, strict=True)
-        ]
-        self.layers = cast("list[Any]", self._own)
+    table: Sequence[int]
+    start: int
+    stop: int
+
+    def slots(self, start: int, stop: int) -> Tensor:
+        """Where the memory has the positions [``start``, ``stop``), int64."""
+        positions = torch.arange(start, stop)
+        return torch.tensor(self.table)[positions // BLOCK_POSITIONS] * BLOCK_POSITIONS + positions % BLOCK_POSITIONS
 
     @property
-    def length(self) -> int:
-        return self._own[0].cumulative_length
+    def extent(self) -> int:
+        """Positions of the whole blocks."""
+        return len(self.table) * BLOCK_POSITIONS
+
+    @property
+    def is_adjacent(self) -> bool:
+        return list(self.table) == list(range(self.table[0], self.table[0] + len(self.table)))
+
+
+class KeyValueMemory:
+    """Keys and values of each layer of ``config``, a part's configuration: tensors (positions, heads, head width).
+
+    Attributes:
+        windows: by layer, the last positions that a position attends to, itself included; None: to all.
+        positions: number of positions that there is memory for, a multiple of ``BLOCK_POSITIONS``.
+    """
+
+    def __init__(
+        self, config: PretrainedConfig, shapes: Sequence[CacheShape], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.config, self.shapes, self.device, self.positions = config, shapes, device, 0
+        layers = cast("list[Any]", DynamicCache(config=config).layers) if shapes else []
+        self.windows: list[int | None] = [getattr(layer, "sliding_window", None) for layer in layers]
+        empty = [[torch.zeros(0, *each, dtype=dtype, device=device) for each in (s.keys, s.values)] for s in shapes]
+        self.layers: list[tuple[Tensor, Tensor]] = [(keys, values) for keys, values in empty]
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self._own)
+        return sum(keys.nbytes + values.nbytes for keys, values in self.layers)
 
-    def memory(self, positions: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of each layer's first ``positions`` positions, also of those that are not written yet."""
-        return [layer.read(0, positions) for layer in self._own]
+    def grow(self, positions: int) -> None:
+        """Allocate memory for so many positions. Those that it had keep their content."""
+        for index, layer in enumerate(self.layers):
+            keys, values = (tensor.new_zeros(positions, *tensor.shape[1:]) for tensor in layer)
+            keys[: self.positions], values[: self.positions] = layer
+            self.layers[index] = keys, values
+        self.positions = positions
 
-    def advance(self, length: int) -> None:
-        """Let all layers have the first ``length`` positions, which were written into ``memory``."""
-        for layer in self._own:
-            layer.cumulative_length = length
+    def begin(self, block: int, source: int, count: int) -> None:
+        """Set the first ``count`` positions of a block to those of ``source``, and the others to zero."""
+        to, first = block * BLOCK_POSITIONS, source * BLOCK_POSITIONS
+        for tensor in (tensor for layer in self.layers for tensor in layer):
+            tensor[to : to + count] = tensor[first : first + count]
+        self.clear(block, count)
 
-    def cut(self, keep: int) -> None:
-        """Keep the first ``keep`` positions, or as many as all layers have: after a failed pass some may have more."""
-        self.advance(min(keep, *(layer.cumulative_length for layer in self._own)))
+    def clear(self, block: int, start: int) -> None:
+        """Set the positions of a block from ``start`` to zero."""
+        for tensor in (tensor for layer in self.layers for tensor in layer):
+            tensor[block * BLOCK_POSITIONS + start : (block + 1) * BLOCK_POSITIONS].zero_()
+
+
+# ---------------------------------------------------------------------------------------------------------- one session
+
+
+class _Layer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
+    """One layer of one session. It attends to the last ``window`` positions (None: to all) but keeps all: a rollback
+    needs those before the window again. transformers' own ``get_mask_sizes`` makes a mask that fits ``update``."""
+
+    def __init__(self, memory: tuple[Tensor, Tensor], slots: Tensor, start: int, window: int | None) -> None:
+        super().__init__(window or len(slots))
+        self.is_initialized, self.is_sliding, self.cumulative_length = True, window is not None, start
+        self._memory, self._slots = memory, slots
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        before = self.cumulative_length
+        self.cumulative_length = before + key_states.shape[-2]
+        write(self._memory, self._slots[before : self.cumulative_length], key_states, value_states)
+        read = self._slots[max(0, before - self.sliding_window + 1) : self.cumulative_length]
+        keys, values = (tensor.index_select(0, read).transpose(0, 1)[None] for tensor in self._memory)
+        return keys, values
+
+
+class SessionCache(DynamicCache):
+    """The rows of one session, as transformers computes them."""
+
+    def __init__(self, memory: KeyValueMemory, rows: SessionRows) -> None:
+        super().__init__(config=memory.config)
+        slots = rows.slots(0, rows.stop).to(memory.device)
+        both = zip(memory.layers, memory.windows, strict=True)
+        self.layers: list[Any] = [_Layer(layer, slots, rows.start, window) for layer, window in both]
+
+
+def write(memory: tuple[Tensor, Tensor], slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Write keys and values (1, heads, T, width) at ``slots`` (T,)."""
+    for tensor, new in zip(memory, (keys, values), strict=True):
+        tensor.index_copy_(0, slots, new[0].transpose(0, 1))
+
+
+# -------------------------------------------------------------------------------------------------------- many sessions
+
+
+def attend_rows(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    rows: BatchCache | PaddedCache,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' interface of ``attend``: queries (1, heads, T, width), and what ``update`` returned."""
+    attended = rows.attend(module.layer_idx, query[0], key[0], value[0], _Scores(scaling, softcap))
+    return attended.transpose(0, 1)[None], None
+
+
+AttentionInterface.register(NAME, attend_rows)
+
+
+def attend_in_batches(module: Any) -> None:
+    """Let the layers of a part attend to the rows of many sessions from now on."""
+    for part in module.modules():
+        if hasattr(part, "config"):
+            part.config._attn_implementation = NAME
+
+
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    scaling: float | None
+    softcap: float | None
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """Attention of queries, keys and values (B, heads, length, width), with ``mask`` added to the scores."""
+        if self.softcap is None:
+            return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=self.scaling)
+        scale = query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
+        scores = self.softcap * torch.tanh(query @ keys.transpose(-1, -2) * (scale / self.softcap))
+        return (scores + mask).softmax(-1, dtype=torch.float32).to(query.dtype) @ values
+
+
+class _RowsCache(Cache):
+    """Gives each layer the memory, or a copy of what its sessions have there, if the layer expands that."""
+
+    def __init__(self, memory: KeyValueMemory, slots: Tensor, read: Tensor, start: int) -> None:
+        super().__init__(layers=[])
+        self._memory, self._slots, self._read, self._start = memory, slots, read, start
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        layer = self._memory.layers[layer_idx]
+        write(layer, self._slots, key_states, value_states)
+        if self._memory.shapes[layer_idx].is_latent:
+            layer = layer[0].index_select(0, self._read), layer[1].index_select(0, self._read)
+        return layer[0].transpose(0, 1)[None], layer[1].transpose(0, 1)[None]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Models take only sizes from it, because a part gives them positions."""
+        return self._start
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of attention: queries [first, last) of the padded ones, at ``positions``; keys [0, extent)."""
+
+    session: int
+    first: int
+    last: int
+    positions: Tensor
+    extent: int
+
+
+class BatchCache(_RowsCache):
+    """The rows of many sessions, one session after another. The last row may be there several times."""
+
+    def __init__(self, memory: KeyValueMemory, sessions: Sequence[SessionRows], total: int) -> None:
+        slots = torch.cat([rows.slots(rows.start, rows.stop) for rows in sessions])
+        slots = torch.cat([slots, slots[-1:].expand(total - len(slots))])
+        reads = [rows.slots(0, rows.extent) for rows in sessions]
+        super().__init__(memory, slots, torch.cat(reads), max(rows.start for rows in sessions))
+        self._sessions = sessions
+        self._scattered = [None if rows.is_adjacent else read for rows, read in zip(sessions, reads, strict=True)]
+        self._plans: dict[int, tuple[list[_Call], Tensor, Tensor]] = {}
+        self._masks: dict[tuple[int, int | None], list[Tensor]] = {}
+
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scores: _Scores) -> Tensor:
+        """Attention of all rows: (heads, T, width)."""
+        # A call for one head would share out its sums over threads by the number of queries.
+        heads = len(query) if len(keys) == 1 else len(keys)
+        calls, padded, real = self._plan(len(query) // heads)
+        masks = self._mask(len(query) // heads, self._memory.windows[layer])
+        is_latent = self._memory.shapes[layer].is_latent
+        both = [self._keys_of(keys, is_latent), self._keys_of(values, is_latent)]
+        queries, outs = query.index_select(1, padded), []
+        for call, mask in zip(calls, masks, strict=True):
+            q = queries[:, call.first : call.last].reshape(1, heads, -1, query.shape[-1])
+            first = call.extent - mask.shape[-1]
+            k, v = (x[call.session][None, :, first : call.extent].expand(-1, heads, -1, -1) for x in both)
+            outs.append(scores.attend(q, k, v, mask).reshape(len(query), call.last - call.first, -1))
+        return torch.cat(outs, 1).index_select(1, real)
+
+    def _keys_of(self, tensor: Tensor, is_latent: bool) -> Sequence[Tensor]:
+        """The keys or values of each session (heads, extent, width)."""
+        if is_latent:
+            return torch.split(tensor, [rows.extent for rows in self._sessions], 1)
+        firsts = (rows.table[0] * BLOCK_POSITIONS for rows in self._sessions)
+        return [
+            tensor[:, first : first + rows.extent] if scattered is None else tensor.index_select(1, scattered)
+            for first, rows, scattered in zip(firsts, self._sessions, self._scattered, strict=True)
+        ]
+
+    def _plan(self, share: int) -> tuple[list[_Call], Tensor, Tensor]:
+        """The calls, which row each of their queries is, and which query each row is. ``share``: so many heads of a
+        query have the same keys, and are queries of one head."""
+        if share not in self._plans:
+            step = QUERIES // math.gcd(QUERIES, share)
+            calls: list[_Call] = []
+            padded: list[int] = []
+            real: list[int] = []
+            for session, rows in enumerate(self._sessions):
+                for start in range(rows.start // BLOCK_POSITIONS * BLOCK_POSITIONS, rows.stop, BLOCK_POSITIONS):
+                    positions = range(max(start, rows.start), min(start + BLOCK_POSITIONS, rows.stop))
+                    fill = -len(positions) % step
+                    first, row = len(padded), len(real)
+                    at = torch.tensor([*positions, *[positions[-1]] * fill])
+                    padded += [*range(row, row + len(positions)), *[row + len(positions) - 1] * fill]
+                    real += range(first, first + len(positions))
+                    calls.append(_Call(session, first, len(padded), at, start + BLOCK_POSITIONS))
+            real += [real[-1]] * (len(self._slots) - len(real))
+            self._plans[share] = calls, torch.tensor(padded), torch.tensor(real)
+        return self._plans[share]
+
+    def _mask(self, share: int, window: int | None) -> list[Tensor]:
+        """By call: its mask (T, keys), for the keys up to its extent. With a window these begin with the first block
+        that the first position of the queries' block attends to."""
+        if (share, window) not in self._masks:
+            dtype, masks = self._memory.layers[0][0].dtype, []
+            for call in self._plan(share)[0]:
+                first = 0 if window is None else max(0, call.extent - BLOCK_POSITIONS - window + 1)
+                keys = torch.arange(first // BLOCK_POSITIONS * BLOCK_POSITIONS, call.extent)
+                masks.append(mask_of(call.positions, keys, window, dtype).repeat(share, 1))
+            self._masks[share, window] = masks
+        return self._masks[share, window]
+
+
+class PaddedCache(_RowsCache):
+    """The rows of S sessions, R of each, at ``positions`` (S, R), which are written at ``slots`` (S R,). ``read``
+    (S, K): the slots of their first K positions."""
+
+    def __init__(self, memory: KeyValueMemory, positions: Tensor, slots: Tensor, read: Tensor) -> None:
+        super().__init__(memory, slots, read.flatten(), read.shape[1] - positions.shape[1])
+        self._positions, self._extent = positions, read.shape[1]
+
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scores: _Scores) -> Tensor:
+        """Attention of all rows: (heads, S R, width)."""
+        sessions, rows = self._positions.shape
+        if not self._memory.shapes[layer].is_latent:
+            keys, values = keys.index_select(1, self._read), values.index_select(1, self._read)
+        k, v = (x.reshape(len(x), sessions, self._extent, -1).transpose(0, 1) for x in (keys, values))
+        share = len(query) // len(keys)  # so many heads of a query have the same keys, and are queries of one head
+        q = query.view(len(keys), share, sessions, rows, -1).permute(2, 0, 1, 3, 4).flatten(2, 3)
+        every = torch.arange(self._extent, device=query.device)
+        mask = mask_of(self._positions, every, self._memory.windows[layer], query.dtype).repeat(1, share, 1)
+        out = scores.attend(q, k, v, mask[:, None]).reshape(sessions, len(keys), share, rows, -1)
+        return out.permute(1, 2, 0, 3, 4).reshape(len(query), sessions * rows, -1)
+
+
+def mask_of(positions: Tensor, keys: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores of queries at ``positions`` (..., T) for keys at the positions ``keys`` (K,): 0 or
+    minus infinity, (..., T, K)."""
+    at = positions[..., None]
+    hidden = keys > at if window is None else (keys > at) | (keys <= at - window)
+    return torch.zeros(hidden.shape, dtype=dtype, device=keys.device).masked_fill_(hidden, -torch.inf)

@@ -28,7 +28,7 @@ from transformers.core_model_loading import (
 )
 
 from p2ptrain.compute.activations import tensor_of
-from p2ptrain.compute.key_value_cache import KeyValueCache
+from p2ptrain.compute.key_value_cache import BatchCache, KeyValueMemory, PaddedCache, SessionCache
 from p2ptrain.compute.layout import LayerRange, ModelLayout, split_refusal
 from p2ptrain.compute.model import DRAWING
 from p2ptrain.compute.quantized import QuantizedLinear, choose_weights, packed_shapes, quantize_linears
@@ -350,26 +350,31 @@ class PartModel:
         if not part.last:
             layout.layers[-1].register_forward_hook(self._hidden.leave)
 
-    def new_cache(self, positions: int) -> KeyValueCache:
-        """An empty cache with room for ``positions`` positions of one sequence."""
-        device = next(self.module.parameters()).device
-        return KeyValueCache(self.config, self._cache_shapes, positions, self._dtype, device)
+    def new_memory(self) -> KeyValueMemory:
+        """Memory for keys and values of no position yet."""
+        return KeyValueMemory(self.config, self._cache_shapes, self._dtype, next(self.module.parameters()).device)
 
     def forward(
-        self, x: Tensor, positions: Tensor, cache: KeyValueCache | None = None, *, logits: int = 0, **attention: Any
+        self,
+        x: Tensor,
+        positions: Tensor,
+        cache: SessionCache | BatchCache | PaddedCache | None = None,
+        *,
+        logits: int | Tensor = 0,
+        **attention: Any,
     ) -> Tensor:
         """Run the part's layers over new positions.
 
         Args:
             x: on the first stage token ids, int64 (B, T); else the previous stage's hidden states (B, T, width).
-            positions: int64 (T,), the same for every sequence; they continue those in ``cache``. Without a cache also
+            positions: int64 (T,), the same for every sequence; they are those of ``cache``. Without a cache also
                 (B, T): a position that does not follow the one before begins a text that is kept apart.
             cache: new positions attend to its positions and are added to it. None (training): no earlier positions.
-            logits: on the last stage, the number of final positions to compute logits for; 0 for all.
-            attention: in training, see ``TrainingAttention.arguments``.
+            logits: on the last stage, the number of final positions to compute logits for, or their indices; 0 for all.
+            attention: in training, see ``TrainingAttention.arguments``; ``rows`` of a pass of many sessions.
 
         Returns:
-            hidden states (B, T, width); on the last stage logits (B, T or ``logits``, vocab).
+            hidden states (B, T, width); on the last stage logits (B, T or as ``logits`` says, vocab).
         """
         common = {
             "input_ids" if self.part.first else "inputs_embeds": x,

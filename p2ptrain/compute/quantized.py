@@ -46,7 +46,7 @@ class QuantizedLinear(nn.Module):
 
     def __init__(self, layer: nn.Linear | Conv1D, weights: str) -> None:
         super().__init__()
-        outputs, inputs = _shape_of(layer)
+        outputs, inputs = self.out_features, self.in_features = _shape_of(layer)
         self._in_4_bits, self._transposed, self._dtype = weights == INT4, isinstance(layer, Conv1D), layer.weight.dtype
         self.bias = layer.bias
         with torch.device("meta"):

@@ -1,9 +1,8 @@
 """A loaded part of a model and its sessions: the computation of one stage of a served model.
 
 ``ServedPart`` and its builder implement ``roles.engine.StageEngine`` and ``PartBuilder`` structurally, because compute
-imports no roles. A session is a KV cache for the positions that it was opened for and, on the last stage, a ``Picker``.
-A request that is refused (``ProtocolError``) leaves its session as it was; any other failure cuts it to ``keep``
-positions.
+imports no roles. A session is a ``BlockTable`` of keys and values and, on the last stage, a ``Picker``. A request that
+is refused (``ProtocolError``) leaves its session as it was; any other failure cuts it to ``keep`` positions.
 
 A model that does not split is served whole, by ``WholeModel``.
 """
@@ -14,6 +13,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,10 +25,12 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 
 from p2ptrain.compute.activations import DTYPES, bytes_of, decode_untrusted, encode, ids_untrusted
 from p2ptrain.compute.adapter import MergedTable
-from p2ptrain.compute.captured import Capture, CudaCapture, PassRunner, SessionSteps, can_capture
+from p2ptrain.compute.blocks import SessionTables, blocks_of
+from p2ptrain.compute.captured import MOST_NEW, Capture, CudaCapture, PassRunner
 from p2ptrain.compute.device import ComputeDevice, check_memory, pick_device, translate_out_of_memory
-from p2ptrain.compute.key_value_cache import KeyValueCache
+from p2ptrain.compute.key_value_cache import BatchCache, KeyValueMemory, SessionCache, SessionRows, attend_in_batches
 from p2ptrain.compute.layout import LayerRange, NotSplit, layer_sizes, split_refusal
+from p2ptrain.compute.linears import function_widths, padded_rows, replace_linears
 from p2ptrain.compute.model import check_architecture, first_line, load_model, without_dropout
 from p2ptrain.compute.part import ContextLimit, OnBytes, PartAssembly, PartModel, tensors_bytes
 from p2ptrain.compute.picking import Picker
@@ -36,8 +38,8 @@ from p2ptrain.compute.quantized import choose_weights, quantize_linears
 from p2ptrain.compute.split_check import check_splits
 from p2ptrain.core.activations import IDS, activation_bytes
 from p2ptrain.core.adapters import file_of, is_adapter, read_adapter
-from p2ptrain.core.errors import ConfigError, P2PTrainError, ProtocolError, ResourceError, UserError
-from p2ptrain.core.serving import PartSpec, Pass, Ran, Sampling, check_positions
+from p2ptrain.core.errors import ConfigError, JobFailed, P2PTrainError, ProtocolError, ResourceError, UserError
+from p2ptrain.core.serving import BLOCK_POSITIONS, PartSpec, Pass, Ran, Sampling, check_positions
 from p2ptrain.core.tensor_files import MAX_CONFIG_BYTES, TensorTable, config_untrusted
 
 MAX_SESSIONS = 256
@@ -173,7 +175,7 @@ class ServedPartBuilder(PartAssembly):
 
     def __init__(self, spec: PartSpec, names: Collection[str]) -> None:
         config, part = config_of(spec.config), LayerRange(spec.start, spec.stop, spec.layers)
-        check_splits(config)
+        self._batches = check_splits(config)
         self._spec, self._compute_device = spec, pick_device(spec.device)
         dtype = choose_dtype(config, spec.dtype)
         place = self._compute_device.torch_device
@@ -183,7 +185,7 @@ class ServedPartBuilder(PartAssembly):
 
     def finish(self) -> ServedPart:
         """Return the part. Raises ``ConfigError`` if a tensor is missing."""
-        return ServedPart(self._spec, self.build_model(), self._dtype, self._compute_device)
+        return ServedPart(self._spec, self.build_model(), self._dtype, self._compute_device, batches=self._batches)
 
 
 # ------------------------------------------------------------------------------------------------------------- sessions
@@ -191,27 +193,56 @@ class ServedPartBuilder(PartAssembly):
 
 @dataclass(slots=True)
 class _Session:
-    """A history.
+    """What a session has beside its ``BlockTable``.
 
     Attributes:
         picker: of the last stage.
-        ids: if the model has switches (``ContextLimit``), the token ids of all positions. The cache may have fewer
-            positions, which are then computed again.
-        passed_switches: number of switches that the cached keys are beyond.
+        history: of a ``WholeModel``.
+        ids: if the model has switches (``ContextLimit``), the token ids of all positions.
+        computed: number of positions whose keys are computed; with switches it may be less than those of ``ids``.
+        passed_switches: number of switches that these keys are beyond.
     """
 
-    cache: KeyValueCache | TokenHistory
     picker: Picker | None
-    ids: Tensor
+    history: TokenHistory | None
+    ids: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    computed: int = 0
     passed_switches: int = 0
-    steps: SessionSteps = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadyPass:
+    """A pass of a session that has the memory for it. ``x``: its rows; ``rows``: where they are."""
+
+    name: str
+    session: _Session
+    work: Pass
+    x: Tensor
+    rows: SessionRows
+
+    @property
+    def wanted(self) -> int:
+        """Number of final rows that the last stage computes logits for: one also without samples, which shows whether
+        the numbers are finite."""
+        return max(1, self.work.samples, len(self.work.targets))
 
 
 class ServedPart:
-    """Implements ``roles.engine.StageEngine``, which documents the attributes. ``context``: as in ``ContextLimit``."""
+    """Implements ``roles.engine.StageEngine``, which documents the attributes. ``context``: as in ``ContextLimit``.
+
+    Passes of several sessions are computed together if transformers lets the model's layers use our attention, as
+    ``check_splits`` finds out. Of the families that it is tested with, falcon's do not. Models that compute their keys
+    again beyond some length (``ContextLimit.switches``), and those that do not split, compute one session at a time.
+    """
 
     def __init__(
-        self, spec: PartSpec, model: PartModel | WholeModel, dtype: torch.dtype, device: ComputeDevice
+        self,
+        spec: PartSpec,
+        model: PartModel | WholeModel,
+        dtype: torch.dtype,
+        device: ComputeDevice,
+        *,
+        batches: bool = False,
     ) -> None:
         self.spec = spec
         self.width, self.vocab_size = model.width, model.vocab_size
@@ -219,121 +250,218 @@ class ServedPart:
         self.weights_bytes = model.weights_bytes
         self.cache_position_bytes = model.cache_position_bytes
         self.device = device.label
-        self.context = model.context
-        self._dtype, self._compute_device = dtype, device
-        self._model: Any = model
-        self._sessions: dict[str, _Session] = {}
+        self.context, self.is_batched = model.context, batches and not model.switches
+        self._compute_device, self._model = device, cast(Any, model)
+        self._memory = model.new_memory()
+        self._tables, self._sessions = SessionTables(), dict[str, _Session]()
+        self._is_reserved = False
+        self._widths: tuple[set[int], set[int]] = set(), set()  # of a row, and of its logits
         self._runner: PassRunner | None = None
+        if self.is_batched:
+            attend_in_batches(self._model.module)
+            if (device.kind, dtype) == ("cpu", torch.float32):
+                replace_linears(self._model.module)
+                has_function = getattr(self._model.config, "final_logit_softcapping", None)
+                self._widths = function_widths(self._model.module), {self.vocab_size} if has_function else set()
         if device.kind == "cuda":
-            self.capture_steps(CudaCapture(device.torch_device))
+            self.capture_passes(CudaCapture(device.torch_device))
 
-    def capture_steps(self, capture: Capture) -> None:
-        """Replay decoding steps from now on, if the model's can be captured."""
-        if can_capture(self._model):
-            self._runner = PassRunner(self._model, capture)
+    def capture_passes(self, capture: Capture) -> None:
+        """Compute in the form that suits a GPU from now on, and replay passes that repeat."""
+        if self.is_batched:
+            self._runner = PassRunner(self._model, self._memory, capture)
 
     @property
     def cache_bytes(self) -> int:
-        """Allocated cache memory of all open sessions."""
-        return sum(session.cache.nbytes for session in self._sessions.values())
+        """Memory for keys and values."""
+        return self._memory.nbytes
 
-    free_positions = 1 << 40  # a session's whole cache is allocated when it opens
+    @property
+    def free_positions(self) -> int:
+        """See ``StageEngine``."""
+        return self._tables.pool.available * BLOCK_POSITIONS
 
     def reserve(self, positions: int) -> None:
-        """See ``free_positions``."""
+        """See ``StageEngine``."""
+        self._grow(blocks_of(positions), f"the cache of {positions} tokens")
+        self._is_reserved = True
+
+    def _grow(self, blocks: int, what: str) -> None:
+        new = blocks - self._tables.pool.count
+        if new > 0:
+            remedy = "ask for fewer tokens, or fewer texts at a time"
+            check_memory(new * BLOCK_POSITIONS * self.cache_position_bytes, self._compute_device, what, remedy)
+            with translate_out_of_memory(what, _FEWER_SESSIONS):
+                self._memory.grow(blocks * BLOCK_POSITIONS)
+            self._tables.pool.grow(blocks)
 
     def open(self, session: str, *, positions: int, sampling: Sampling, block_hashes: Sequence[bytes] = ()) -> int:
-        """Open a session of at most ``positions`` positions, and allocate its whole cache. Raises ``UserError``: the
-        model's context is shorter, ``sampling`` is invalid, or the session exists already; ``ResourceError``: there is
-        too little memory for the cache, or there are ``MAX_SESSIONS`` sessions."""
+        """See ``StageEngine``. Raises ``UserError``: the model's context is shorter, ``sampling`` is invalid, or the
+        session exists already; ``ResourceError``: there is too little memory, or there are ``MAX_SESSIONS`` sessions.
+        """
         if session in self._sessions:
             raise UserError(f"this part already has a session {session[:64]!r}", remedy="close it, or use another name")
         check_positions(positions, self.context)
         if len(self._sessions) >= MAX_SESSIONS:
             raise ResourceError(f"this part already has {MAX_SESSIONS} sessions, the maximum", remedy="close one")
         picker = Picker(sampling, selects_first=self._compute_device.kind == "cuda")
-        what = f"the cache of a text of {positions} tokens"
-        remedy = "ask for fewer tokens, or fewer texts at a time"
-        check_memory(positions * self.cache_position_bytes, self._compute_device, what, remedy)
-        with translate_out_of_memory(what, _FEWER_SESSIONS):
-            cache = self._model.new_cache(positions)
-        ids = torch.zeros(0, dtype=torch.int64)
-        self._sessions[session] = _Session(cache, picker if self._model.part.last else None, ids)
-        return 0
-
-    def run(self, passes: Mapping[str, Pass]) -> dict[str, Ran | P2PTrainError]:
-        """See ``StageEngine.run``."""
-        ran: dict[str, Ran | P2PTrainError] = {}
-        for session, work in passes.items():
-            try:
-                ran[session] = self._run_alone(session, work)
-            except P2PTrainError as error:
-                ran[session] = error
-        return ran
-
-    def _run_alone(self, session: str, work: Pass) -> Ran:
-        state = self._sessions.get(session)
-        if state is None:
-            raise ProtocolError(f"there is no session {session[:64]!r} on this part")
-        self._check_request(state, work)
-        activation_bytes(work.out_encoding, 0, self.width)
-        x = self._input(work)
-        state.cache.cut(work.keep)
-        try:
-            with torch.inference_mode(), translate_out_of_memory("the next tokens of a session", _FEWER_SESSIONS):
-                # The last stage computes one row even without samples, because ``logits=0`` would mean all rows.
-                x, rows = x.to(self._compute_device.torch_device), max(1, work.samples, len(work.targets))
-                out = self._compute(state, x, work.keep, rows)
-                if state.picker is None:
-                    return Ran(encode(out, work.out_encoding), ())
-                tokens = state.picker.pick(out[-work.samples :], work.sample_index) if work.samples else ()
-                if not work.targets:
-                    return Ran(memoryview(b""), tokens)
-                logits, targets = out[-len(work.targets) :].float(), torch.tensor(work.targets, device=out.device)
-                losses = F.cross_entropy(logits, targets, reduction="none")
-                return Ran(memoryview(b""), tokens, bytes(bytes_of(losses.neg())))
-        except BaseException:
-            state.cache.cut(work.keep)  # only some layers may have the new positions
-            state.ids = state.ids[: work.keep]
-            raise
+        needed, most = blocks_of(positions), self._tables.pool.count
+        if not self._is_reserved:
+            self._grow(self._tables.most_blocks + needed, f"the cache of a text of {positions} tokens")
+        elif needed > most:
+            text = f"a text of {positions} tokens does not fit: this part has memory for {most * BLOCK_POSITIONS}"
+            raise ResourceError(text, remedy="ask for fewer tokens")
+        history = self._model.new_history() if isinstance(self._model, WholeModel) else None
+        self._sessions[session] = _Session(picker if self._model.part.last else None, history)
+        can_share = history is None and not self._model.switches
+        return self._tables.open(session, positions, block_hashes if can_share else ())
 
     def close(self, session: str) -> None:
-        self._sessions.pop(session, None)
+        if self._sessions.pop(session, None) is not None:
+            self._tables.close(session)
 
-    def _compute(self, state: _Session, x: Tensor, keep: int, rows: int) -> Tensor:
-        """Logits of the last ``rows`` positions, or hidden states of all of ``x``, which follow the first ``keep``.
-        Where the number of positions passes a switch, they are computed again from the first one, so that a row depends
-        on the ids alone, however they came."""
-        if self._runner is not None and isinstance(state.cache, KeyValueCache):
-            return self._runner.forward(x, keep, state.cache, state.steps, rows=rows)
-        cache, switches = state.cache, self._model.switches
-        stop = keep + len(x)
+    def run(self, passes: Mapping[str, Pass]) -> dict[str, Ran | P2PTrainError]:
+        """See ``StageEngine``."""
+        ran: dict[str, Ran | P2PTrainError] = {}
+        ready: list[_ReadyPass] = []
+        known = [name for name in self._tables if name in passes]  # the first comers are the first to have memory
+        with torch.inference_mode():
+            for name in (*known, *(name for name in passes if name not in self._tables)):
+                try:
+                    ready.append(self._prepare(name, passes[name]))
+                except P2PTrainError as error:
+                    ran[name] = error
+            for group in self._groups(ready):
+                ran |= self._run_together(group)
+        return ran
+
+    def _groups(self, ready: list[_ReadyPass]) -> list[list[_ReadyPass]]:
+        """What is computed in one pass of the model."""
+        if not self.is_batched:
+            return [[each] for each in ready]
+        if self._runner is None:
+            return [ready] if ready else []
+        few = [each for each in ready if each.work.count <= MOST_NEW]
+        return [*([few] if few else []), *([each] for each in ready if each.work.count > MOST_NEW)]
+
+    def _prepare(self, name: str, work: Pass) -> _ReadyPass:
+        """Check a request, and cut its session to ``keep``, with memory for the new positions."""
+        session = self._sessions.get(name)
+        if session is None:
+            raise ProtocolError(f"there is no session {name[:64]!r} on this part")
+        self._check_request(name, session, work)
+        activation_bytes(work.out_encoding, 0, self.width)
+        x, stop = self._input(work).to(self._compute_device.torch_device), work.keep + work.count
+        for new in self._tables.extend(name, work.keep, stop):
+            self._memory.begin(new.block, new.source, new.count)
+        return _ReadyPass(name, session, work, x, SessionRows(list(self._tables[name].blocks), work.keep, stop))
+
+    def _run_together(self, group: list[_ReadyPass]) -> dict[str, Ran | P2PTrainError]:
+        ran: dict[str, Ran | P2PTrainError] = {}
+        try:
+            with translate_out_of_memory("the next tokens of a session", _FEWER_SESSIONS):
+                outs = self._compute(group)
+                # A number that is not finite reaches the last row, and the largest number of a row shows it.
+                tops = torch.stack([(out[-1] if self._model.part.last else out[-1].abs()).max() for out in outs])
+                for each, out, is_finite in zip(group, outs, tops.isfinite().tolist(), strict=True):
+                    ran[each.name] = self._finish(each, out, is_finite)
+        except P2PTrainError as error:
+            ran |= {each.name: error for each in group if each.name not in ran}
+        finally:
+            for each in group:  # only some layers may have the new positions of a pass that failed
+                if not isinstance(ran.get(each.name), Ran):
+                    self._undo(each)
+        return ran
+
+    def _finish(self, each: _ReadyPass, out: Tensor, is_finite: bool) -> Ran | P2PTrainError:
+        """The result of a pass. ``out``: hidden states of its rows, or logits of the last ``wanted``."""
+        work, picker = each.work, each.session.picker
+        if not is_finite:
+            text = "the model's hidden states or logits are not finite, so no next token can be chosen"
+            return JobFailed(
+                text, remedy="compute in fp32 or bf16 (fp16 overflows in some models), and check its files"
+            )
+        tokens: tuple[int, ...] = ()
+        scores, payload = b"", memoryview(b"")
+        try:
+            if picker is None:
+                payload = encode(out, work.out_encoding)
+            elif work.samples:
+                tokens = picker.pick(out[-work.samples :], work.sample_index)
+        except JobFailed as error:
+            return error
+        if work.targets:
+            logits, targets = out[-len(work.targets) :].float(), torch.tensor(work.targets, device=out.device)
+            scores = bytes(bytes_of(F.cross_entropy(logits, targets, reduction="none").neg()))
+        self._tables.finish(each.name, each.rows.stop, work.block_hashes)
+        return Ran(payload, tokens, scores)
+
+    def _undo(self, each: _ReadyPass) -> None:
+        """Cut a session to ``keep`` after its pass failed. Numbers that are not finite would spoil masked sums."""
+        keep, session = each.work.keep, each.session
+        self._tables.cut(each.name, keep)
+        session.ids, session.computed = session.ids[:keep], min(session.computed, keep)
+        if keep % BLOCK_POSITIONS:
+            self._memory.clear(each.rows.table[keep // BLOCK_POSITIONS], keep % BLOCK_POSITIONS)
+
+    def _compute(self, group: list[_ReadyPass]) -> list[Tensor]:
+        """Of each pass the hidden states of its rows, or the logits of the last ``wanted``."""
+        if not self.is_batched:
+            return [self._compute_alone(each) for each in group]
+        x, ends = torch.cat([each.x for each in group]), list(accumulate(each.work.count for each in group))
+        wanted = [row for each, end in zip(group, ends, strict=True) for row in range(end - each.wanted, end)]
+        rows = [each.rows for each in group]
+        if self._runner is not None:
+            out = self._runner.forward(x, rows, wanted)
+        else:
+            total, threads = padded_rows(len(x), self._widths[0], torch.get_num_threads()), torch.get_num_threads()
+            positions = torch.cat([torch.arange(each.start, each.stop) for each in rows])
+            x, positions = (
+                torch.cat([both, both[-1:].expand(total - len(both), *both.shape[1:])]) for both in (x, positions)
+            )
+            wanted += wanted[-1:] * (padded_rows(len(wanted), self._widths[1], threads) - len(wanted))
+            index = torch.tensor(wanted)
+            cache = BatchCache(self._memory, rows, total)
+            out = self._model.forward(x[None], positions, cache, logits=index, rows=cache)[0]
+        counts = [each.wanted if self._model.part.last else each.work.count for each in group]
+        return list(torch.split(out[: sum(counts)], counts))
+
+    def _compute_alone(self, each: _ReadyPass) -> Tensor:
+        """Where the number of positions passes a switch, they are computed again from the first one, so that a row
+        depends on the ids alone, however they came."""
+        session, keep, stop, x = each.session, each.work.keep, each.rows.stop, each.x
+        switches = self._model.switches
+        session.computed = min(session.computed, keep)
         if switches:
-            x = state.ids = torch.cat([state.ids[:keep].to(x.device), x])
+            x = session.ids = torch.cat([session.ids[:keep].to(x.device), x])
+        else:
+            session.computed = keep  # also those that it shares
         outs: list[Tensor] = []
-        done = stop - rows
+        done = stop - each.wanted
         for end in (*(switch for switch in switches if done < switch < stop), stop):
             passed = bisect_left(switches, end)
-            if passed != state.passed_switches:
-                cache.cut(0)
-                state.passed_switches = passed
-            start, first = cache.length, 0 if switches else keep
-            positions = torch.arange(start, end, device=x.device)
-            new = x[None, start - first : end - first]
+            if passed != session.passed_switches:
+                session.computed, session.passed_switches = 0, passed
+            start, first = session.computed, 0 if switches else keep
+            cache: Any = session.history
+            if cache is None:
+                cache = SessionCache(self._memory, SessionRows(each.rows.table[: blocks_of(end)], start, end))
+            else:
+                cache.cut(start)
+            new, positions = x[None, start - first : end - first], torch.arange(start, end, device=x.device)
             outs.append(self._model.forward(new, positions, cache, logits=end - done)[0])
-            done = end
+            session.computed = done = end
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
-    def _check_request(self, state: _Session, work: Pass) -> None:
-        keep, count, samples = work.keep, work.count, work.samples
-        length = len(state.ids) if self._model.switches else state.cache.length
-        most = state.cache.positions
-        if not 0 <= keep <= length:
+    def _check_request(self, name: str, session: _Session, work: Pass) -> None:
+        keep, count, samples, table = work.keep, work.count, work.samples, self._tables[name]
+        most, length = table.positions, table.length
+        if not 0 <= keep <= length and not (table.was_preempted and keep > 0):
             raise ProtocolError(f"cannot keep {keep} positions: the session has {length}")
         if count < 1 or keep + count > most:
             raise ProtocolError(f"cannot add {count} positions to {keep}: the session was opened for {most}")
         targets = work.targets
-        if (samples or targets) and state.picker is None:
+        if (samples or targets) and session.picker is None:
             raise ProtocolError("only the last stage samples and scores tokens")
         if not 0 <= samples <= count or len(targets) > count:
             raise ProtocolError(f"cannot sample {samples} tokens and score {len(targets)} at {count} positions")
@@ -342,12 +470,14 @@ class ServedPart:
                 raise ProtocolError(f"targets from {min(targets)} to {max(targets)}, of {self.vocab_size} token ids")
             what, remedy = f"scoring {len(targets)} tokens of {self.vocab_size}", "score fewer tokens in a pass"
             check_memory(12 * len(targets) * self.vocab_size, self._compute_device, what, remedy)
+        if len(work.block_hashes) > (keep + count) // BLOCK_POSITIONS:
+            raise ProtocolError(f"{len(work.block_hashes)} block hashes at {keep + count} positions")
         if not 0 <= work.sample_index <= most:  # one sample per position; skipping ahead takes time
             raise ProtocolError(f"sample index {work.sample_index} is out of range in a session of {most} positions")
 
     def _input(self, work: Pass) -> Tensor:
         if not self._model.part.first:
-            return decode_untrusted(work.payload, work.encoding, work.count, self.width, self._dtype)
+            return decode_untrusted(work.payload, work.encoding, work.count, self.width, DTYPES[self.encoding])
         if work.encoding != IDS:
             raise ProtocolError(f"the first stage takes token ids ({IDS}), not {work.encoding[:32]!r}")
         return ids_untrusted(work.payload, work.count, self.vocab_size)
@@ -358,26 +488,19 @@ class ServedPart:
 
 @dataclass(slots=True)
 class TokenHistory:
-    """The cache of one session of a ``WholeModel``, with the interface of ``KeyValueCache``.
+    """The cache of one session of a ``WholeModel``.
 
     Attributes:
         ids: token ids of all positions so far, shape (length,).
         state: keyword arguments for ``prepare_inputs_for_generation`` of the next token, with the model's own cache.
             Empty if there is no cache that fits ``ids``: then the next pass starts from the first token.
-        nbytes: 0, because the size of the model's cache is not known.
     """
 
-    positions: int
     ids: Tensor
     state: dict[str, Any] = field(default_factory=dict)
-    nbytes: int = 0
-
-    @property
-    def length(self) -> int:
-        return len(self.ids)
 
     def cut(self, keep: int) -> None:
-        if keep < self.length:
+        if keep < len(self.ids):
             self.ids, self.state = self.ids[:keep], {}
 
 
@@ -401,8 +524,12 @@ class WholeModel:
         self.context, self.switches = ContextLimit.of(config, is_whole=True)
         self.weights_bytes = tensors_bytes(model)
 
-    def new_cache(self, positions: int) -> TokenHistory:
-        return TokenHistory(positions, torch.zeros(0, dtype=torch.int64, device=self._model.device))
+    def new_memory(self) -> KeyValueMemory:
+        """Its sessions have their keys and values in their histories."""
+        return KeyValueMemory(self._model.config, [], self._model.dtype, self._model.device)
+
+    def new_history(self) -> TokenHistory:
+        return TokenHistory(torch.zeros(0, dtype=torch.int64, device=self._model.device))
 
     def forward(self, x: Tensor, positions: Tensor, cache: TokenHistory, *, logits: int) -> Tensor:
         """Logits (1, ``logits``, vocab) of the last of the token ids ``x`` (1, T), which follow those in ``cache``."""

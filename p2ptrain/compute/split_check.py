@@ -16,11 +16,12 @@ from transformers import AutoConfig, DynamicCache, PretrainedConfig
 
 from p2ptrain.compute.attention import TrainingAttention
 from p2ptrain.compute.device import one_thread
-from p2ptrain.compute.key_value_cache import LAYER_CACHES
+from p2ptrain.compute.key_value_cache import LAYER_CACHES, BatchCache, SessionCache, SessionRows, attend_in_batches
 from p2ptrain.compute.layout import LayerRange, ModelLayout, per_layer_lists, split_refusal
 from p2ptrain.compute.model import Auto, first_line
 from p2ptrain.compute.part import PartModel, build_part
 from p2ptrain.core.errors import ConfigError
+from p2ptrain.core.serving import BLOCK_POSITIONS
 
 _SMALL = {
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"), 48),
@@ -34,12 +35,12 @@ _SMALL = {
 """Sizes of the test model. Keys that the architecture does not have are ignored."""
 
 
-def check_splits(config: PretrainedConfig) -> None:
+def check_splits(config: PretrainedConfig) -> bool:
     """Compare parts and whole, bit by bit, on a small model with random weights that otherwise follows ``config``.
 
     The test runs a training batch, a prompt, single tokens, several tokens at once, and other tokens after a rollback.
-    It takes about 0.2 s, once per configuration and process. Raises ``ConfigError``: this architecture cannot be
-    split."""
+    It takes about 0.3 s, once per configuration and process. Returns whether a pass may have the rows of several
+    sessions. Raises ``ConfigError``: this architecture cannot be split."""
     heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
     if heads and kv_heads and heads % kv_heads:  # the small model would hide this
         raise split_refusal(config, f"its {heads} query heads are not a multiple of its {kv_heads} key-value heads")
@@ -49,11 +50,11 @@ def check_splits(config: PretrainedConfig) -> None:
         raise split_refusal(config, first_line(error)) from error
     if strange := kinds - LAYER_CACHES:
         raise split_refusal(config, f"its layers keep a state ({strange.pop().__name__}) that cannot be rolled back")
-    _check_splits_cached(config.model_type, config.to_json_string(use_diff=False))
+    return _check_splits_cached(config.model_type, config.to_json_string(use_diff=False))
 
 
 @functools.lru_cache(maxsize=64)
-def _check_splits_cached(model_type: str, text: str) -> None:
+def _check_splits_cached(model_type: str, text: str) -> bool:
     config = AutoConfig.for_model(**json.loads(text) | {"model_type": model_type})
     try:
         tiny = _small_config(config)
@@ -61,12 +62,14 @@ def _check_splits_cached(model_type: str, text: str) -> None:
             raise split_refusal(config, "its heads or its position table are too large for the test of a split")
         with one_thread():  # more do not speed up such small tensors, and slow down a busy machine
             matches = _parts_match_whole(tiny)
+            batches = matches and _batch_matches_whole(tiny)
     except ConfigError:
         raise
     except Exception as error:  # an architecture may fail in any way
         raise split_refusal(config, first_line(error)) from error
     if not matches:
         raise split_refusal(config, "its parts compute other results than the whole model")
+    return batches
 
 
 def check_packs(config: PretrainedConfig, *, split: bool) -> None:
@@ -135,9 +138,11 @@ def _parts(config: PretrainedConfig, whole: Any) -> list[PartModel]:
 
 def _cached_results_match(whole: Any, parts: Sequence[Any], ids: Tensor, vocab_size: int) -> bool:
     """Compare with caches: a prompt, single tokens and several at once; then, after a rollback, other tokens."""
-    caches = [part.new_cache(ids.shape[1]) for part in parts]
+    memories = [part.new_memory() for part in parts]
+    for memory in memories:
+        memory.grow(BLOCK_POSITIONS)
     common = [9, 1, 1]  # positions of the calls before the rollback; the first exceeds a window
-    kept = sum(common)
+    kept, length = sum(common), 0
     # After the rollback all tokens differ, so a cache that keeps what was cut is noticed.
     other = torch.cat([ids[:, :kept], (ids[:, kept:] + 13) % vocab_size], dim=1)
     for text, counts in ((ids, [*common, 3, 1]), (other, [*common, 2, 1])):
@@ -145,15 +150,41 @@ def _cached_results_match(whole: Any, parts: Sequence[Any], ids: Tensor, vocab_s
         for count in counts:
             new = text[:, done : done + count]
             expected = whole(input_ids=new, past_key_values=reference, use_cache=True).logits
-            if done >= caches[0].length:  # the second attempt has the common positions in its caches
-                hidden = new
-                for part, cache in zip(parts, caches, strict=True):
-                    hidden = part.forward(hidden, torch.arange(done, done + count), cache)
+            if done >= length:  # the second attempt has the common positions in its memory
+                hidden, rows = new, SessionRows([0], done, done + count)
+                for part, memory in zip(parts, memories, strict=True):
+                    hidden = part.forward(hidden, torch.arange(done, rows.stop), SessionCache(memory, rows))
                 if not torch.equal(hidden, expected):
                     return False
             done += count
-        for cache in caches:
-            cache.cut(kept)
+        length = kept
+    return True
+
+
+def _batch_matches_whole(config: PretrainedConfig) -> bool:
+    """Compare passes that have rows of two sessions with each text alone, up to rounding."""
+    whole = _random_model(config)
+    ids, parts = _test_ids(config.vocab_size), _parts(config, whole)
+    memories = [part.new_memory() for part in parts]
+    for part, memory in zip(parts, memories, strict=True):
+        memory.grow(2 * BLOCK_POSITIONS)
+        attend_in_batches(part.module)
+    try:
+        with torch.no_grad():
+            expected = whole(input_ids=ids, use_cache=False).logits
+            for ends in (((0, 9), (0, 8)), ((9, 12), (8, 18))):
+                sessions = [SessionRows([1 - text], *bounds) for text, bounds in enumerate(ends)]
+                bounds = [slice(*each) for each in ends]
+                hidden = torch.cat([text[each] for text, each in zip(ids, bounds, strict=True)])[None]
+                positions = torch.cat([torch.arange(*each) for each in ends])
+                for part, memory in zip(parts, memories, strict=True):
+                    cache = BatchCache(memory, sessions, len(positions))
+                    hidden = part.forward(hidden, positions, cache, rows=cache)
+                alone = torch.cat([text[each] for text, each in zip(expected, bounds, strict=True)])
+                if not torch.allclose(hidden[0], alone, rtol=1e-4, atol=1e-5):
+                    return False
+    except Exception:  # noqa: BLE001 - an architecture may fail in any way
+        return False
     return True
 
 

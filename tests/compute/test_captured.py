@@ -1,4 +1,4 @@
-"""Texts of captured steps are those of usual passes. ``KernelRecorder`` captures and replays, in place of CUDA."""
+"""Texts of captured passes are those of usual ones. ``KernelRecorder`` captures and replays, in place of CUDA."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from p2ptrain.compute import captured
-from p2ptrain.compute.captured import MOST_NEW, STEPS_BEFORE_CAPTURE
+from p2ptrain.compute.captured import MOST_NEW, PASSES_BEFORE_CAPTURE
 from p2ptrain.compute.served_part import ServedPart, load_whole
 from p2ptrain.core.activations import encode_ids
-from p2ptrain.core.serving import Pass, Sampling
+from p2ptrain.core.serving import Pass, Sampling, result_of
 from tests.run_one import run_one
 
 from .families import FAMILIES, VOCAB, make, make_unsplit
@@ -31,7 +32,7 @@ Recorded = tuple[list[ServedPart], list[ServedPart], list[KernelRecorder]]
 def record(parts: list[ServedPart]) -> list[KernelRecorder]:
     recorders = [KernelRecorder() for _ in parts]
     for part, recorder in zip(parts, recorders, strict=True):
-        part.capture_steps(recorder)
+        part.capture_passes(recorder)
     return recorders
 
 
@@ -45,13 +46,16 @@ def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_captured_steps_of_every_family_write_the_usual_text(tmp_path: Path, family: str) -> None:
+def test_captured_steps_of_every_family_write_the_usual_text(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("p2ptrain.compute.served_part.replace_linears", lambda module: None)  # as on a GPU
     make(family, tmp_path)
     parts = load(tmp_path, 3)
     expected = Client(parts, "usual", GREEDY).say(prompt(8), 18)
     recorders = record(parts)
     assert Client(parts, "captured", GREEDY).say(prompt(8), 18) == expected
-    replays = 0 if family.startswith("falcon") else 17 - STEPS_BEFORE_CAPTURE
+    replays = 0 if family.startswith("falcon") else 17 - PASSES_BEFORE_CAPTURE
     assert [recorder.replays for recorder in recorders] == 2 * [replays]
 
 
@@ -61,18 +65,18 @@ def test_text_that_outgrows_its_bucket_is_captured_again(recorded: Recorded, mon
     before = [recorder.captures for recorder in recorders]
     texts = []
     for group in (usual, parts):
-        client = Client(group, "long", SAMPLED, positions=80)
-        texts.append(client.say(prompt(8), 60))
+        client = Client(group, "long", SAMPLED, positions=90)
+        texts.append(client.say(prompt(8), 80))
         client.length = 20  # back into the smallest bucket, with later positions still in memory
         texts[-1] += client.say(texts[-1][:1], 12)
         for part in group:
             part.close("long")
     assert texts[0] == texts[1]
-    # The first capture is at position 17, and a bucket has room for eight steps: 32, 64, 128 of 80.
-    assert [recorder.captures - old for recorder, old in zip(recorders, before, strict=True)] == [3, 3]
+    # A block has 64 positions.
+    assert [recorder.captures - old for recorder, old in zip(recorders, before, strict=True)] == [2, 2]
 
 
-def test_sessions_in_turns_with_drafts_and_rollbacks_pick_the_usual_tokens(recorded: Recorded) -> None:
+def test_sessions_with_drafts_and_rollbacks_pick_the_usual_tokens(recorded: Recorded) -> None:
     usual, parts, recorders = recorded
     replays = recorders[0].replays
     rng = random.Random(4)
@@ -102,42 +106,73 @@ def test_result_of_a_replay_is_not_overwritten_by_the_next(recorded: Recorded) -
         return run_one(part, "s", Pass(keep, memoryview(encode_ids(ids)), len(ids), "ids", "fp32")).payload
 
     run(0, *range(9))
-    payloads = [run(9 + index, index) for index in range(STEPS_BEFORE_CAPTURE + 1)]
+    payloads = [run(9 + index, index) for index in range(PASSES_BEFORE_CAPTURE + 1)]
     before = bytes(payloads[-1])
     run(9 + len(payloads), 7)
     assert bytes(payloads[-1]) == before
     part.close("s")
 
 
-def test_steps_that_do_not_earn_back_a_capture_run_as_usual(
-    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sessions_of_one_pass_share_a_replay(recorded: Recorded) -> None:
+    usual, parts, recorders = recorded
+    texts = []
+    for group in (usual[:1], parts[:1]):
+        [part] = group
+        for name, count in (("a", 9), ("b", 40), ("c", 64)):
+            part.open(name, positions=100, sampling=GREEDY)
+            run_one(part, name, Pass(0, memoryview(encode_ids([*range(count)])), count, "ids", "fp32"))
+        lengths, outs = {"a": 9, "b": 40, "c": 64}, []
+        before = recorders[0].replays
+        for step in range(PASSES_BEFORE_CAPTURE + 3):
+            news = {name: [step + length] * (1 + (name == "b")) for name, length in lengths.items()}
+            passes = {
+                name: Pass(lengths[name], memoryview(encode_ids(new)), len(new), "ids", "fp32")
+                for name, new in news.items()
+            }
+            ran = part.run(passes)
+            outs += [np.frombuffer(result_of(ran[name]).payload, np.float32) for name in lengths]
+            lengths = {name: length + len(news[name]) for name, length in lengths.items()}
+        texts.append(outs)
+        replays = recorders[0].replays - before
+        for name in lengths:
+            part.close(name)
+    assert replays == 3
+    for one, other in zip(*texts, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_passes_of_many_rows_or_of_long_texts_run_as_usual(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     _, parts, recorders = recorded
     before = recorders[0].captures
-    Client(parts, "short", GREEDY).say(prompt(8), 1 + STEPS_BEFORE_CAPTURE)
-    # More steps than that, but after the last of them there is no room for as many again.
-    Client(parts, "full", GREEDY, positions=8 + 2 * STEPS_BEFORE_CAPTURE).say(prompt(8), 2 * STEPS_BEFORE_CAPTURE)
     many = Client(parts, "many", GREEDY, positions=128)
-    for _ in range(STEPS_BEFORE_CAPTURE + 2):
+    for _ in range(PASSES_BEFORE_CAPTURE + 2):
         many.run([*range(MOST_NEW + 1)], keep=min(many.length, 60))
     monkeypatch.setattr(captured, "LARGEST_BUCKET", 24)
-    Client(parts, "long", GREEDY).say(prompt(8), 2 * STEPS_BEFORE_CAPTURE)
+    Client(parts, "long", GREEDY, positions=128).say([*range(100)], 2 * PASSES_BEFORE_CAPTURE)
     assert recorders[0].captures == before
     for part in parts:
-        for name in list(part._sessions):
+        for name in ("many", "long"):
             part.close(name)
 
 
-def test_closed_session_drops_its_captures_at_once(recorded: Recorded) -> None:
-    parts = recorded[1]
-    Client(parts, "s", GREEDY).say(prompt(8), 12)
-    [step] = parts[0]._sessions["s"].steps.values()
-    assert isinstance(step, captured.CapturedStep)
-    replay: weakref.ref[Any] = weakref.ref(step.replay)
-    for part in parts:
-        part.close("s")
-    del step
-    assert replay() is None, "a reference cycle keeps the memory of the captured step"
+def test_captures_are_bounded_and_end_with_their_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "MOST_CAPTURES", 1)
+    make("llama", tmp_path)
+    part = load_whole(tmp_path, device="cpu")
+    record([part])
+    client = Client([part], "s", GREEDY)
+    client.run(prompt(8))
+    replays: list[weakref.ref[Any]] = []
+    for count in (1, 2):
+        for _ in range(PASSES_BEFORE_CAPTURE + 1):
+            client.run([1] * count, keep=9)
+        [made] = [made for made in part._runner._passes.values() if isinstance(made, captured.CapturedPass)]
+        replays.append(weakref.ref(made.replay))
+        del made
+    assert replays[0]() is None
+    part.reserve(500)
+    client.run([1], keep=9)
+    assert replays[1]() is None
 
 
 def test_after_a_failed_capture_all_steps_run_as_usual(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -152,7 +187,7 @@ def test_after_a_failed_capture_all_steps_run_as_usual(tmp_path: Path, caplog: p
         step()  # as a warm-up does; it writes keys and values
         raise torch.OutOfMemoryError("no memory for the graph")
 
-    part.capture_steps(fails)
+    part.capture_passes(fails)
     with caplog.at_level(logging.WARNING):
         for name in ("first", "second"):
             assert Client([part], name, GREEDY).say(prompt(8), 30) == expected
@@ -160,17 +195,10 @@ def test_after_a_failed_capture_all_steps_run_as_usual(tmp_path: Path, caplog: p
     assert [record.message for record in caplog.records] == ["decoding steps are not captured: no memory for the graph"]
 
 
-@pytest.mark.parametrize("case", ["does not split", "keys computed again", "unknown family", "old transformers"])
-def test_other_models_are_not_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    make_unsplit("mamba", tmp_path) if case == "does not split" else make("llama", tmp_path)
+@pytest.mark.parametrize("family", ["mamba", "falcon"])
+def test_models_whose_sessions_are_computed_in_turns_are_not_captured(tmp_path: Path, family: str) -> None:
+    make_unsplit(family, tmp_path) if family == "mamba" else make(family, tmp_path)
     part = load_whole(tmp_path, device="cpu")
-    if case == "keys computed again":
-        part._model.switches = [32]
-    elif case == "unknown family":
-        part._model.config.model_type = "another"
-    elif case == "old transformers":
-        monkeypatch.delattr("transformers.Cache.get_query_offset")
     [recorder] = record([part])
-    if case != "old transformers":  # whose masks are made otherwise
-        Client([part], "s", GREEDY).say(prompt(8), 12)
-    assert (recorder.captures, part._runner) == (0, None)
+    Client([part], "s", GREEDY).say(prompt(8), 12)
+    assert (recorder.captures, part._runner, part.is_batched) == (0, None, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +26,7 @@ from p2ptrain.compute.served_part import (
 from p2ptrain.core.activations import activation_bytes, encode_ids
 from p2ptrain.core.errors import ConfigError, JobFailed, ProtocolError, ResourceError, StorageError, UserError
 from p2ptrain.core.footprint import ModelSizes
-from p2ptrain.core.serving import PartSpec, Pass, Sampling
+from p2ptrain.core.serving import BLOCK_POSITIONS, PartSpec, Pass, Preempted, Ran, Sampling, hash_blocks
 from p2ptrain.core.tensor_files import TensorTable
 from tests.run_one import run_one
 
@@ -155,11 +156,12 @@ def test_interleaved_sessions_do_not_disturb_each_other(loaded: Callable[[str], 
     for number, tokens in enumerate(said):
         assert tokens == generated(whole, prompt(number + 3), 9, sampled)
     for part in parts:
-        assert part.cache_bytes == 4 * 64 * part.cache_position_bytes
+        assert part.cache_bytes == 4 * BLOCK_POSITIONS * part.cache_position_bytes
+        assert part.free_positions == 0
         for client in clients:
             part.close(client.name)
             part.close(client.name)
-        assert part.cache_bytes == 0
+        assert part.free_positions == 4 * BLOCK_POSITIONS
 
 
 def test_what_a_part_tells(loaded: Callable[[str], Loaded], tmp_path: Path) -> None:
@@ -229,7 +231,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
     session = changes.pop("session", "s")
     with pytest.raises(ProtocolError, match=cause):
         run_one(part, session, Pass(**good | changes))
-    assert part._sessions["s"].cache.length == 6
+    assert part._tables["s"].length == 6
     assert bytes(run_one(part, "s", Pass(**good)).payload) == expected
     part.close("s")
 
@@ -277,7 +279,7 @@ def test_a_run_that_fails_in_the_middle_leaves_what_was_kept(
             patch.setattr(module.model.layers[1].mlp, "forward", fails)
             with pytest.raises(seen):
                 run_one(part, "s", Pass(keep=11, payload=more, count=2, **arguments))
-        assert part._sessions["s"].cache.length == 11
+        assert part._tables["s"].length == 11
         assert bytes(run_one(part, "s", Pass(keep=11, payload=more, count=2, **arguments)).payload) == expected
     part.close("s")
 
@@ -305,10 +307,10 @@ def test_sessions_that_cannot_be(loaded: Callable[[str], Loaded], limit_host: Ca
         part.open("one more", positions=1, sampling=GREEDY)
     for name in list(part._sessions):
         part.close(name)
-    limit_host(8 * part.cache_position_bytes)
-    part.open("s", positions=8, sampling=GREEDY)
-    with pytest.raises(ResourceError, match="the cache of a text of 9 tokens"):
-        part.open("t", positions=9, sampling=GREEDY)
+    limit_host(0)
+    part.open("s", positions=128, sampling=GREEDY)  # in memory that it has already
+    with pytest.raises(ResourceError, match="the cache of 16448 tokens"):
+        part.reserve((MAX_SESSIONS + 1) * BLOCK_POSITIONS)
     part.close("s")
 
 
@@ -486,3 +488,111 @@ def test_a_pass_of_a_whole_model_that_fails_leaves_no_state(tmp_path: Path, fami
         client.run(expected[3:4])
     hook.remove()
     assert client.say(expected[3:4], 6) == expected[4:]
+
+
+# ------------------------------------------------------------------------------------------- many sessions in one pass
+
+
+class Work:
+    """Passes of one session, with what they must give: its results when nothing else is computed."""
+
+    def __init__(self, name: str, prompt: list[int], rng: random.Random) -> None:
+        self.name, self.sampling, self.ids = name, Sampling(temperature=0.9, seed=rng.randrange(99)), prompt
+        self.keep = self.done = 0
+
+    def next(self, rng: random.Random) -> list[int]:
+        """Ids of the next pass: a chunk of the prompt, a token, or drafts, after some positions were cut."""
+        if self.done and rng.random() < 0.3:
+            self.keep = max(1, self.keep - rng.randrange(1, 4))
+        left = self.ids[self.keep :]
+        return left[: rng.choice([1, 1, 2, 5, 17, 70])] or [rng.randrange(VOCAB)]
+
+
+def run_through(
+    parts: Sequence[ServedPart], passes: dict[str, tuple[int, list[int], tuple[bytes, ...]]]
+) -> dict[str, Any]:
+    """Each session's tokens and the bytes of its hidden states, or its error."""
+    payloads = {name: memoryview(encode_ids(ids)) for name, (_, ids, _) in passes.items()}
+    results: dict[str, Any] = {name: [] for name in passes}
+    for part in parts:
+        last = part is parts[-1]
+        works = {
+            name: Pass(
+                passes[name][0],
+                payload,
+                len(passes[name][1]),
+                "ids" if part is parts[0] else "fp32",
+                "fp32",
+                len(passes[name][1]) if last else 0,
+                passes[name][0],
+                targets=(1,) if last else (),
+                block_hashes=passes[name][2],
+            )
+            for name, payload in payloads.items()
+        }
+        payloads = {}
+        for name, ran in part.run(works).items():
+            if isinstance(ran, Ran):
+                payloads[name] = ran.payload
+                results[name] += [bytes(ran.payload), ran.tokens, ran.scores]
+            else:
+                results[name] = ran
+    return results
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if not family.startswith("falcon")])
+def test_sessions_of_a_batch_get_the_bits_of_each_alone(tmp_path: Path, family: str) -> None:
+    """With chunks of prompts, drafts, rollbacks, shared beginnings, and memory for fewer sessions than there are; in a
+    cut model, against each session alone in the whole one."""
+    make(family, tmp_path)
+    together, alone = load(tmp_path, *[(3,), (2, 4)][len(family) % 2]), load(tmp_path)
+    assert all(part.is_batched for part in together)
+    rng, common = random.Random(2), [*range(80)]
+    for part in together:
+        part.reserve(6 * BLOCK_POSITIONS)
+    works: list[Work] = []
+    preempted = shared = 0
+    for step in range(24):
+        if len(works) < 5 and rng.random() < 0.5:
+            work = Work(
+                f"s{step}", [*common[: rng.choice([80, 70, 9])], *(rng.randrange(VOCAB) for _ in range(30))], rng
+            )
+            arguments: dict[str, Any] = {"positions": 128, "sampling": work.sampling}
+            work.done = work.keep = min(
+                part.open(work.name, **arguments, block_hashes=hash_blocks(work.ids)) for part in together
+            )
+            shared += work.keep > 0
+            for part in alone:
+                part.open(work.name, **arguments)
+            if work.keep:
+                run_through(alone, {work.name: (0, work.ids[: work.keep], ())})
+            works.append(work)
+        chosen = {work.name: (work.keep, work.next(rng)) for work in works if rng.random() < 0.8}
+        passes: dict[str, tuple[int, list[int], tuple[bytes, ...]]] = {}
+        for work in works:
+            if work.name in chosen:
+                _, ids = chosen[work.name]
+                keep = work.keep
+                text = [*work.ids[:keep], *ids][:128]
+                passes[work.name] = keep, text[keep:], hash_blocks(text)
+                work.ids = [*text, *work.ids[len(text) :]]
+        results = run_through(together, {name: each for name, each in passes.items() if each[1]})
+        for work in list(works):
+            if work.name not in results:
+                continue
+            keep, ids, _ = passes[work.name]
+            result = results[work.name]
+            if isinstance(result, Preempted):
+                preempted += 1
+                work.keep = 0
+            else:
+                expected = run_through(alone, {work.name: (keep, ids, ())})[work.name]
+                assert result[-2:] == expected[-2:], (step, work.name)  # tokens and scores
+                work.keep = keep + len(ids)
+            work.done = work.keep
+            if work.keep >= 120 or rng.random() < 0.1:
+                works.remove(work)
+                for part in (*together, *alone):
+                    part.close(work.name)
+    assert preempted
+    assert shared

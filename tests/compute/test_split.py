@@ -14,9 +14,11 @@ from torch import Tensor
 from transformers import AutoConfig, DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from p2ptrain.compute.key_value_cache import SessionCache, SessionRows
 from p2ptrain.compute.layout import LayerRange, layer_sizes
 from p2ptrain.compute.part import PartModel, build_part
 from p2ptrain.core.errors import ConfigError
+from p2ptrain.core.serving import BLOCK_POSITIONS
 from p2ptrain.core.tensor_files import TensorTable
 
 from .families import VOCAB, chars_read, config_of, cut_at, load_part, load_parts, make, opened
@@ -43,7 +45,9 @@ class Chain:
     def __init__(self, whole: Any, parts: Sequence[PartModel]) -> None:
         self.whole, self.parts = whole, parts
         self.length = 0
-        self.caches = [part.new_cache(64) for part in parts]
+        self.memories = [part.new_memory() for part in parts]
+        for memory in self.memories:
+            memory.grow(BLOCK_POSITIONS)
         self.reference = DynamicCache(config=whole.config)
         for layer in self.reference.layers:
             if isinstance(layer, DynamicSlidingWindowLayer):
@@ -55,8 +59,10 @@ class Chain:
         with torch.no_grad():
             expected = self.whole(input_ids=x, past_key_values=self.reference, use_cache=True).logits
             positions = torch.arange(self.length, self.length + len(ids))
-            for part, cache in zip(self.parts, self.caches, strict=True):
-                x = part.forward(x, positions, cache)
+            for part, memory in zip(self.parts, self.memories, strict=True):
+                x = part.forward(
+                    x, positions, SessionCache(memory, SessionRows([0], self.length, self.length + len(ids)))
+                )
         self.length += len(ids)
         return x, expected
 
@@ -67,8 +73,6 @@ class Chain:
 
     def back(self, keep: int) -> None:
         self.reference.crop(keep - self.length)  # transformers' own, after one forward pass, as it wants it
-        for cache in self.caches:
-            cache.cut(keep)
         self.length = keep
 
 

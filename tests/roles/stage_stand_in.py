@@ -191,6 +191,8 @@ class StandInStage:
         """Positions that a session has taken."""
         return len(self.sessions[session].history)
 
+    is_batched = True
+
     def open(self, session: str, *, positions: int, sampling: Sampling, block_hashes: Sequence[bytes] = ()) -> int:
         if positions > self._context:
             raise UserError(
