@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
-SHARED_CHUNK = 256
+SHARED_CHUNK = 128
 """Positions of prompts in one batch while other texts wait for their next token."""
 
 

@@ -129,10 +129,10 @@ async def test_prompt_is_computed_in_chunks_while_another_text_is_written() -> N
             await one.append(PassRequest(at, (1,), 1))
             at += 1
         mixed = [batch for batch in batches if other.name in batch]
-        assert [batch.get(one.name) for batch in mixed] == [1] * 4, "each chunk is computed beside a token"
-        assert [batch[other.name] for batch in mixed] == [256, 256, 178, 300], "what is scored stays together"
+        assert [batch.get(one.name) for batch in mixed] == [1] * 7, "each chunk is computed beside a token"
+        assert [batch[other.name] for batch in mixed] == [*5 * [128], 50, 300], "what is scored stays together"
         result = await prompt
-        assert result.took_s == pytest.approx(4 * PASS_S)
+        assert result.took_s == pytest.approx(7 * PASS_S)
         await one.close()
         third = await target.open(positions=2000, sampling=GREEDY, sample_from=1000)
         again = await third.append(PassRequest(0, tuple(range(90)) * 11, 1, targets=(5,) * 300))
