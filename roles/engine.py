@@ -282,12 +282,22 @@ class StageEngine(Protocol):
         ``open`` allocates none, and passes may be ``Preempted``. Without a call there is room for all open sessions.
         Raises ``ResourceError``."""
 
-    def open(self, session: str, *, positions: int, sampling: Sampling, block_hashes: Sequence[bytes] = ()) -> int:
+    def open(
+        self,
+        session: str,
+        *,
+        positions: int,
+        sampling: Sampling,
+        block_hashes: Sequence[bytes] = (),
+        adapter: str = "",
+    ) -> int:
         """Begin a session of at most ``positions`` positions. Raises ``UserError`` if the model supports fewer,
         ``ResourceError`` if the memory has room for fewer.
 
         Args:
             block_hashes: of the text's blocks, as of ``p2ptrain.core.serving.hash_blocks``.
+            adapter: name of one of the engine's adapters; empty: the model itself. Sessions of several do not share
+                blocks.
 
         Returns:
             number of positions that the session has already, because other sessions computed these blocks.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 
@@ -89,7 +89,7 @@ class TimedModel:
     def reserve(self, positions: int) -> None:
         """There is nothing to reserve."""
 
-    def open(self, session: str, *, positions: int, sampling: Sampling, block_hashes: Sequence[bytes] = ()) -> int:
+    def open(self, session: str, *, positions: int, sampling: Sampling, **unused: object) -> int:
         if positions > CONTEXT:
             raise UserError(f"{positions} positions, and the model knows {CONTEXT}", remedy="ask for fewer tokens")
         self._states[session] = [0]

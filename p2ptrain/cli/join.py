@@ -32,7 +32,8 @@ def join(options: JoinOptions) -> None:
     """Join a seed: as a worker, which trains the seed's jobs, or to write text. Ctrl+C leaves.
 
     A worker leaves after its current step, and abandons one that takes more than a second. A verifier owns a model
-    and writes with it, for `generate`, `chat` and programs (--http); it may own several, and a request names one.
+    and writes with it, for `generate`, `chat` and programs (--http); it may own several, or LoRA adapters of one, and a
+    request names one.
     Drafters guess its next tokens with a small model, so that it writes faster; its text stays the same.
 
     On the seed's machine no ticket is needed. On another machine give the seed's ticket; later its address is enough.
@@ -47,6 +48,7 @@ def join(options: JoinOptions) -> None:
       p2ptrain join 192.168.1.20 --data ~/letters
       p2ptrain join 192.168.1.20 --role verifier --model models/large --http 127.0.0.1:8000
       p2ptrain join 192.168.1.20 --role verifier --model models/large --model models/code --http 127.0.0.1:8000
+      p2ptrain join 192.168.1.20 --role verifier --model models/large --adapter tuned/support --adapter tuned/code
       p2ptrain join 192.168.1.20 --role verifier --model models/large --split
       p2ptrain join 192.168.1.20 --role verifier --model models/large --dtype fp32
       p2ptrain join 192.168.1.20 --role drafter --model models/small --threads 2

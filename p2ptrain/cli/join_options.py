@@ -53,6 +53,9 @@ class JoinOptions:
         [],
         callback=lambda models: [is_text(model) for model in models],
     )
+    adapters: list[str] = option_field(
+        "--adapter DIR", "For a verifier: a LoRA adapter of its --model, a model of its own for clients.", []
+    )
     download: DownloadOption = False
     name: NameOption = ""
     state: Path | None = option_field("--state DIR", f"Where checkpoints are kept. {STATE_DEFAULT}", None)
@@ -130,8 +133,17 @@ class JoinOptions:
 
     @property
     def model_directories(self) -> list[Path]:
-        """Directories of the checkpoints that a verifier or a drafter serves."""
+        """Directories of the checkpoints that a verifier or a drafter serves, without ``adapters``."""
         return [Path(model) for model in self.models]
+
+    @property
+    def adapter_directories(self) -> list[Path]:
+        return [Path(adapter) for adapter in self.adapters]
+
+    @property
+    def served_directories(self) -> list[Path]:
+        """Directories of all that clients can choose."""
+        return self.model_directories + self.adapter_directories
 
     def resolve(self) -> JoinOptions:
         """The options with the directory of the model, after all checks. Raises ``UserError``."""
@@ -149,7 +161,7 @@ class JoinOptions:
         _ = self.advertised, self.http_place  # refused here, not when they are used
         of_both = {"--model": bool(self.models), "--sessions": bool(self.sessions)}
         of_both |= {"--dtype": bool(self.dtype), "--weights": bool(self.weights)}
-        of_verifiers = {"--split": self.split is not None, "--http": bool(self.http)}
+        of_verifiers = {"--split": self.split is not None, "--http": bool(self.http), "--adapter": bool(self.adapters)}
         of_verifiers["--api-key-file"] = self.api_keys is not None
         forbidden = of_verifiers if role == "drafter" else of_both | of_verifiers if role == "worker" else {}
         if extra := next((option for option, is_set in forbidden.items() if is_set), None):
@@ -172,5 +184,14 @@ class JoinOptions:
             raise UserError(f"a {role} needs a model", remedy="name its directory with --model")
         if role == "drafter" and len(self.models) > 1:
             raise UserError("a drafter has one model", remedy="leave the others out, or start a drafter for each")
-        found = [newest_in(directory, download=self.download) for directory in self.model_directories]
-        return replace(self, models=[str(directory) for directory in found])
+        if self.adapters and (len(self.models) > 1 or self.split is not None):
+            what = "--split" if self.split is not None else "several models"
+            text = f"--adapter does not work with {what}: adapters share the layers of one model on this machine"
+            raise UserError(
+                text, remedy="merge each: p2ptrain checkpoints merge ADAPTER OUT, and name OUT with --model"
+            )
+        models, adapters = (
+            [str(newest_in(Path(path), download=self.download)) for path in paths]
+            for paths in (self.models, self.adapters)
+        )
+        return replace(self, models=models, adapters=adapters)

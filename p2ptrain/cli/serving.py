@@ -8,7 +8,7 @@ whole, and drafts for the verifiers that dial it (``roles.drafter``).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +24,9 @@ from p2ptrain.cluster.split_model import TYPICAL_POSITIONS, conversation_positio
 from p2ptrain.compute import first_import
 from p2ptrain.compute.text import ChatFormat, ModelText
 from p2ptrain.compute.tokenizer import Tokenizer
-from p2ptrain.core.adapters import file_of, fingerprint, model_name, weights_of
+from p2ptrain.core.adapters import file_of, fingerprint, is_adapter, model_name, read_adapter, weights_of
 from p2ptrain.core.errors import ConfigError, NetworkError, ResourceError, UserError
-from p2ptrain.core.tensor_files import TensorTable
+from p2ptrain.core.tensor_files import ADAPTER_CONFIG, TensorTable
 from p2ptrain.core.texts import human_bytes, printable
 from roles.background import Background
 from roles.compute_thread import ComputeThread
@@ -34,7 +34,7 @@ from roles.drafter.draft_server import MAX_SESSIONS, DraftServer
 from roles.engine import StageEngine
 from roles.member import ServingMember
 from roles.serving.chain import LOOK_S, PoolUpdater
-from roles.serving.local_model import LocalModel, load_local_engine
+from roles.serving.local_model import AdaptedModel, LocalModel, load_local_engine
 from roles.serving.model import ServedModel
 from roles.serving.worker_peer import ClientContext, WorkerAddress
 from roles.serving.worker_pool import workers_of
@@ -61,7 +61,13 @@ async def check(options: JoinOptions) -> None:
         from roles.verifier.http_app import check_place
 
         await check_place(*options.http_place, options.api_keys)
-    names = [_name_of(directory) for directory in options.model_directories]
+    for directory in options.adapter_directories:
+        if not is_adapter(directory):
+            raise UserError(f"{directory} is a whole model, not an adapter", remedy="name it with --model")
+        if (base := read_adapter(directory).base).resolve() != (model := options.model_directories[0]).resolve():
+            text = f"{directory} is an adapter of {base}, not of {model}"
+            raise UserError(text, remedy=f"give its base with --model, or correct its {ADAPTER_CONFIG}")
+    names = [_name_of(directory) for directory in options.served_directories]
     if twice := next((name for name in names if names.count(name) > 1), None):
         text = f"two models are called {twice}, but clients choose a model by its name"
         raise UserError(text, remedy="give them directories of different names, or leave one out")
@@ -129,7 +135,7 @@ class _VerifierModel:
 
 
 async def _verify(member: ServingMember, options: JoinOptions, console: Console) -> None:
-    directories, sessions = options.model_directories, options.sessions or USUAL_SESSIONS
+    directories, sessions = options.served_directories, options.sessions or USUAL_SESSIONS
     whole = options.split is None
     async with AsyncExitStack() as stack:
         compute = ComputeThread(member.world.threads)
@@ -147,9 +153,11 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
         )
         models: list[ServedModel]
         if whole:
-            most = 2 * sessions + 1  # running ones, and ones that are being closed
-            opened = _local_models(member, options, compute, most, console)
-            models = [*await stack.enter_async_context(opened)]
+            adapters = {_name_of(directory): directory for directory in options.adapter_directories}
+            most = (2 * sessions + 1) * (1 + len(adapters))  # running ones, and ones that are being closed
+            opened = _local_models(member, options, compute, most, console, adapters)
+            loaded = await stack.enter_async_context(opened)
+            models = [*loaded, *(AdaptedModel(loaded[0], adapter) for adapter in adapters)]
         else:
             models = [
                 await stack.enter_async_context(
@@ -227,13 +235,19 @@ def _prepare_torch(directory: Path, threads: int) -> None:
 
 @asynccontextmanager
 async def _local_models(
-    member: ServingMember, options: JoinOptions, compute: ComputeThread, most_sessions: int, console: Console
+    member: ServingMember,
+    options: JoinOptions,
+    compute: ComputeThread,
+    most_sessions: int,
+    console: Console,
+    adapters: Mapping[str, Path] | None = None,
 ) -> AsyncIterator[list[LocalModel]]:
     directories, engines = options.model_directories, list[tuple[StageEngine, int | None]]()
     try:
         for directory in directories:
             how = {"device": options.device or "auto", "dtype": options.dtype, "weights": options.weights}
-            engines.append(await load_local_engine(directory, compute, on_bytes=console.loading, **how))
+            found = await load_local_engine(directory, compute, adapters=adapters, on_bytes=console.loading, **how)
+            engines.append(found)
     finally:
         console.clear()
     weights_bytes = sum(engine.weights_bytes for engine, _ in engines)

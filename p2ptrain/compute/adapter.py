@@ -7,6 +7,7 @@ from the files that ``write_merged`` makes of it, and those equal peft's ``merge
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,11 +66,20 @@ class MergedTable(TensorTable):
     def tensor(self, name: str) -> Tensor:
         return _tensor_of(self.read(name), self.entries[name])
 
+    def factors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Of each layer that the adapter changes: its name in the model, A (rank, in) and scale B (out, rank), fp32."""
+        for change in self._changes.values():
+            down, up = self._read_factors(change)
+            yield change.module, down, up * change.scale
+
+    def _read_factors(self, change: _Adapted) -> tuple[Tensor, Tensor]:
+        names = (change.down, change.up)
+        down, up = (_tensor_of(self._factors.read(name), self._factors.entries[name]).float() for name in names)
+        return down, up
+
     def _sum(self, name: str, change: _Adapted) -> Tensor:
-        down, up = (
-            _tensor_of(self._factors.read(name), self._factors.entries[name]) for name in (change.down, change.up)
-        )
-        product = (up.float() @ down.float()) * change.scale
+        down, up = self._read_factors(change)
+        product = (up @ down) * change.scale
         weight = _tensor_of(super().read(name), self.entries[name])
         return (weight.float() + (product.T if change.is_transposed else product)).to(weight.dtype)
 

@@ -35,6 +35,7 @@ from p2ptrain.compute.model import check_architecture, first_line, load_model, w
 from p2ptrain.compute.part import ContextLimit, OnBytes, PartAssembly, PartModel, tensors_bytes
 from p2ptrain.compute.picking import Picker
 from p2ptrain.compute.quantized import choose_weights, quantize_linears
+from p2ptrain.compute.served_adapters import ServedAdapters, own_hashes
 from p2ptrain.compute.split_check import check_splits
 from p2ptrain.core.activations import IDS, activation_bytes
 from p2ptrain.core.adapters import file_of, is_adapter, read_adapter
@@ -56,6 +57,7 @@ def load_whole(
     device: str = "auto",
     dtype: str = "",
     weights: str = "",
+    adapters: Mapping[str, Path] | None = None,
     on_bytes: OnBytes = lambda done_bytes, total_bytes: None,
 ) -> ServedPart:
     """Load all layers of the model in ``directory`` as one part, for a verifier or a drafter. Blocking. An adapter is
@@ -63,6 +65,7 @@ def load_whole(
 
     Args:
         device, dtype, weights: as in ``PartSpec``.
+        adapters: directories of adapters of this model, by name, for sessions that use one.
         on_bytes: called on this thread after each piece; an exception from it ends the loading.
 
     Raises:
@@ -82,9 +85,13 @@ def load_whole(
         layers = config_of(text).num_hidden_layers
         builder = ServedPartBuilder(PartSpec(text, 0, layers, layers, dtype, device, weights), table.entries)
     except NotSplit:
-        return _load_unsplit(PartSpec(text, 0, 1, 1, dtype, device, weights), directory, on_bytes)
-    builder.place_all(table, on_bytes)
-    return builder.finish()
+        part = _load_unsplit(PartSpec(text, 0, 1, 1, dtype, device, weights), directory, on_bytes)
+    else:
+        builder.place_all(table, on_bytes)
+        part = builder.finish()
+    for name, place in (adapters or {}).items():
+        part.add_adapter(name, MergedTable(read_adapter(place, directory)))
+    return part
 
 
 def _load_unsplit(spec: PartSpec, directory: Path, on_bytes: OnBytes) -> ServedPart:
@@ -198,6 +205,7 @@ class _Session:
     Attributes:
         picker: of the last stage.
         history: of a ``WholeModel``.
+        adapter: its name; empty: the model itself.
         ids: if the model has switches (``ContextLimit``), the token ids of all positions.
         computed: number of positions whose keys are computed; with switches it may be less than those of ``ids``.
         passed_switches: number of switches that these keys are beyond.
@@ -205,6 +213,7 @@ class _Session:
 
     picker: Picker | None
     history: TokenHistory | None
+    adapter: str
     ids: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     computed: int = 0
     passed_switches: int = 0
@@ -256,7 +265,9 @@ class ServedPart:
         self._tables, self._sessions = SessionTables(), dict[str, _Session]()
         self._is_reserved = False
         self._widths: tuple[set[int], set[int]] = set(), set()  # of a row, and of its logits
-        self._runner: PassRunner | None = None
+        self._capture: Capture | None = None
+        self._runners: dict[str, PassRunner] = {}  # by adapter, whose kernels are in their captures
+        self._adapters = ServedAdapters(self._model.module)
         if self.is_batched:
             attend_in_batches(self._model.module)
             if (device.kind, dtype) == ("cpu", torch.float32):
@@ -269,7 +280,11 @@ class ServedPart:
     def capture_passes(self, capture: Capture) -> None:
         """Compute in the form that suits a GPU from now on, and replay passes that repeat."""
         if self.is_batched:
-            self._runner = PassRunner(self._model, self._memory, capture)
+            self._capture = capture
+
+    def add_adapter(self, name: str, table: MergedTable) -> None:
+        """Load an adapter. Raises ``StorageError``: its file cannot be read."""
+        self.weights_bytes += self._adapters.add(name, table, DTYPES[self.encoding], self._compute_device.torch_device)
 
     @property
     def cache_bytes(self) -> int:
@@ -295,13 +310,23 @@ class ServedPart:
                 self._memory.grow(blocks * BLOCK_POSITIONS)
             self._tables.pool.grow(blocks)
 
-    def open(self, session: str, *, positions: int, sampling: Sampling, block_hashes: Sequence[bytes] = ()) -> int:
+    def open(
+        self,
+        session: str,
+        *,
+        positions: int,
+        sampling: Sampling,
+        block_hashes: Sequence[bytes] = (),
+        adapter: str = "",
+    ) -> int:
         """See ``StageEngine``. Raises ``UserError``: the model's context is shorter, ``sampling`` is invalid, or the
         session exists already; ``ResourceError``: there is too little memory, or there are ``MAX_SESSIONS`` sessions.
         """
         if session in self._sessions:
             raise UserError(f"this part already has a session {session[:64]!r}", remedy="close it, or use another name")
         check_positions(positions, self.context)
+        if adapter and adapter not in self._adapters.names:
+            raise UserError(f"there is no adapter {adapter[:64]!r}", remedy="load it with the model")
         if len(self._sessions) >= MAX_SESSIONS:
             raise ResourceError(f"this part already has {MAX_SESSIONS} sessions, the maximum", remedy="close one")
         picker = Picker(sampling, selects_first=self._compute_device.kind == "cuda")
@@ -312,9 +337,9 @@ class ServedPart:
             text = f"a text of {positions} tokens does not fit: this part has memory for {most * BLOCK_POSITIONS}"
             raise ResourceError(text, remedy="ask for fewer tokens")
         history = self._model.new_history() if isinstance(self._model, WholeModel) else None
-        self._sessions[session] = _Session(picker if self._model.part.last else None, history)
+        self._sessions[session] = _Session(picker if self._model.part.last else None, history, adapter)
         can_share = history is None and not self._model.switches
-        return self._tables.open(session, positions, block_hashes if can_share else ())
+        return self._tables.open(session, positions, own_hashes(adapter, block_hashes) if can_share else ())
 
     def close(self, session: str) -> None:
         if self._sessions.pop(session, None) is not None:
@@ -339,10 +364,13 @@ class ServedPart:
         """What is computed in one pass of the model."""
         if not self.is_batched:
             return [[each] for each in ready]
-        if self._runner is None:
+        if self._capture is None:
             return [ready] if ready else []
-        few = [each for each in ready if each.work.count <= MOST_NEW]
-        return [*([few] if few else []), *([each] for each in ready if each.work.count > MOST_NEW)]
+        few: dict[str, list[_ReadyPass]] = {}
+        for each in ready:
+            if each.work.count <= MOST_NEW:
+                few.setdefault(each.session.adapter, []).append(each)
+        return [*few.values(), *([each] for each in ready if each.work.count > MOST_NEW)]
 
     def _prepare(self, name: str, work: Pass) -> _ReadyPass:
         """Check a request, and cut its session to ``keep``, with memory for the new positions."""
@@ -393,7 +421,7 @@ class ServedPart:
         if work.targets:
             logits, targets = out[-len(work.targets) :].float(), torch.tensor(work.targets, device=out.device)
             scores = bytes(bytes_of(F.cross_entropy(logits, targets, reduction="none").neg()))
-        self._tables.finish(each.name, each.rows.stop, work.block_hashes)
+        self._tables.finish(each.name, each.rows.stop, own_hashes(each.session.adapter, work.block_hashes))
         return Ran(payload, tokens, scores)
 
     def _undo(self, each: _ReadyPass) -> None:
@@ -411,8 +439,12 @@ class ServedPart:
         x, ends = torch.cat([each.x for each in group]), list(accumulate(each.work.count for each in group))
         wanted = [row for each, end in zip(group, ends, strict=True) for row in range(end - each.wanted, end)]
         rows = [each.rows for each in group]
-        if self._runner is not None:
-            out = self._runner.forward(x, rows, wanted)
+        if self._capture is not None:
+            adapter = group[0].session.adapter
+            self._adapters.use_one(adapter)
+            if adapter not in self._runners:
+                self._runners[adapter] = PassRunner(self._model, self._memory, self._capture)
+            out = self._runners[adapter].forward(x, rows, wanted)
         else:
             total, threads = padded_rows(len(x), self._widths[0], torch.get_num_threads()), torch.get_num_threads()
             positions = torch.cat([torch.arange(each.start, each.stop) for each in rows])
@@ -421,6 +453,7 @@ class ServedPart:
             )
             wanted += wanted[-1:] * (padded_rows(len(wanted), self._widths[1], threads) - len(wanted))
             index = torch.tensor(wanted)
+            self._adapters.use([(each.session.adapter, each.work.count, each.wanted) for each in group], total)
             cache = BatchCache(self._memory, rows, total)
             out = self._model.forward(x[None], positions, cache, logits=index, rows=cache)[0]
         counts = [each.wanted if self._model.part.last else each.work.count for each in group]
@@ -430,6 +463,7 @@ class ServedPart:
         """Where the number of positions passes a switch, they are computed again from the first one, so that a row
         depends on the ids alone, however they came."""
         session, keep, stop, x = each.session, each.work.keep, each.rows.stop, each.x
+        self._adapters.use_one(session.adapter)
         switches = self._model.switches
         session.computed = min(session.computed, keep)
         if switches:
@@ -516,7 +550,7 @@ class WholeModel:
     cache_position_bytes = 0  # not known
 
     def __init__(self, model: Any) -> None:
-        self._model = model.eval()
+        self.module = model.eval()
         config = model.config.get_text_config()
         layers = getattr(config, "num_hidden_layers", None) or 1
         self.part = LayerRange(0, layers, layers)
@@ -526,14 +560,14 @@ class WholeModel:
 
     def new_memory(self) -> KeyValueMemory:
         """Its sessions have their keys and values in their histories."""
-        return KeyValueMemory(self._model.config, [], self._model.dtype, self._model.device)
+        return KeyValueMemory(self.module.config, [], self.module.dtype, self.module.device)
 
     def new_history(self) -> TokenHistory:
-        return TokenHistory(torch.zeros(0, dtype=torch.int64, device=self._model.device))
+        return TokenHistory(torch.zeros(0, dtype=torch.int64, device=self.module.device))
 
     def forward(self, x: Tensor, positions: Tensor, cache: TokenHistory, *, logits: int) -> Tensor:
         """Logits (1, ``logits``, vocab) of the last of the token ids ``x`` (1, T), which follow those in ``cache``."""
-        model, goes_on = self._model, bool(cache.state) and x.shape[1] == 1
+        model, goes_on = self.module, bool(cache.state) and x.shape[1] == 1
         ids = torch.cat([cache.ids, x[0]])[None]
         state = cache.state if goes_on else {"attention_mask": torch.ones_like(ids), "use_cache": True}
         cache.state = {}  # what a failed pass leaves in the model's own cache is not used

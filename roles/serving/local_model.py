@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,9 +84,16 @@ class LocalModel:
         self._closed = False
 
     async def open(
-        self, *, positions: int, sampling: Sampling, sample_from: int, ids: Sequence[int] = (), priority: int = 0
+        self,
+        *,
+        positions: int,
+        sampling: Sampling,
+        sample_from: int,
+        ids: Sequence[int] = (),
+        priority: int = 0,
+        adapter: str = "",
     ) -> LocalSession:
-        """As ``ServedModel.open``."""
+        """As ``ServedModel.open``. ``adapter``: as of ``StageEngine.open``."""
         self._check(positions)
         if not self._opened:
             self._tasks.start(self._compute_batches(), "batches")
@@ -98,7 +105,9 @@ class LocalModel:
         def open_in_engine() -> int:
             self._reserve(opened_positions)
             hashes = hash_blocks(ids[:-1])  # the last position is always computed
-            return self.engine.open(session.name, positions=positions, sampling=sampling, block_hashes=hashes)
+            return self.engine.open(
+                session.name, positions=positions, sampling=sampling, block_hashes=hashes, adapter=adapter
+            )
 
         try:
             session.take_over(ids, await asyncio.shield(self._compute.submit(open_in_engine)))
@@ -358,6 +367,34 @@ class LocalSession:
         self._model.drop_turn(self)
 
 
+class AdaptedModel:
+    """A ``ServedModel``: a ``LocalModel`` with an adapter, whose passes are computed together with those of the others.
+    ``adapter``: as of ``StageEngine.open``."""
+
+    def __init__(self, model: LocalModel, adapter: str) -> None:
+        self.vocab_size, self.context, self.dtype = model.vocab_size, model.context, model.dtype
+        self._model, self._adapter = model, adapter
+
+    @property
+    def preemptions(self) -> int:
+        return self._model.preemptions
+
+    async def open(
+        self, *, positions: int, sampling: Sampling, sample_from: int, ids: Sequence[int] = (), priority: int = 0
+    ) -> LocalSession:
+        return await self._model.open(
+            positions=positions,
+            sampling=sampling,
+            sample_from=sample_from,
+            ids=ids,
+            priority=priority,
+            adapter=self._adapter,
+        )
+
+    async def close(self) -> None:
+        """The model closes with its own ``close``."""
+
+
 async def load_local_engine(
     directory: Path,
     compute: ComputeThread,
@@ -365,6 +402,7 @@ async def load_local_engine(
     device: str = "auto",
     dtype: str = "",
     weights: str = "",
+    adapters: Mapping[str, Path] | None = None,
     on_bytes: Callable[[int, int], None] = lambda done_bytes, total_bytes: None,
 ) -> tuple[StageEngine, int | None]:
     """``compute.served_part.load_whole`` on the thread ``compute``; returns the engine and its context. A cancel stops
@@ -381,7 +419,7 @@ async def load_local_engine(
             return timed, timed.context
         with first_import():  # here: torch takes seconds to load
             from p2ptrain.compute.served_part import load_whole
-        part = load_whole(directory, device=device, dtype=dtype, weights=weights, on_bytes=report)
+        part = load_whole(directory, device=device, dtype=dtype, weights=weights, adapters=adapters, on_bytes=report)
         return part, part.context
 
     try:

@@ -110,6 +110,12 @@ def test_a_verifier_and_its_options(command: Command, begun: list[JoinOptions], 
             (["--role", "verifier", "--model", "x", "--split", *given], f"{given[0]} does not apply", "to the workers")
             for given in (["--memory", "4GiB"], ["--device", "cpu"], ["--threads", "2"])
         ),
+        (["--role", "drafter", "--model", "x", "--model", "y"], "a drafter has one model", "a drafter for each"),
+        (["--role", "drafter", "--model", "x", "--adapter", "y"], "--adapter is not for a drafter", "--role verifier"),
+        *(
+            (["--role", "verifier", "--model", "x", "--adapter", "y", *more], "--adapter does not work with", "merge")
+            for more in (["--model", "z"], ["--split"])
+        ),
         (["--role", "drafter", "--model", "x", "--memory", "10"], "--memory 10 is too small", "add a unit"),
         (["--role", "drafter", "--model", "x", "--split", "2"], "--split is not for a drafter", "--role verifier"),
         (["--role", "drafter", "--model", "x", "--api-key-file", "x"], "is not for a drafter", "--role verifier"),

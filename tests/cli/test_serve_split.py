@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from roles.serving.worker_peer import ClientContext
 from roles.verifier.client import VerifierClient
 from roles.worker.build import build_holding
 from tests.compute.families import generated, opened
+from tests.compute.test_adapter import adapted
 from tests.compute.tiny_trainer import tiny
 from tests.roles.in_process import Cluster, Peer
 from tests.roles.stage_doubles import LoopThreads
@@ -66,12 +67,12 @@ class Served:
     """A verifier with its model on workers, a drafter, and a client."""
 
     def __init__(
-        self, cluster: Cluster, model: Path, split: int | None = 2, dtype: str = "", others: Sequence[Path] = ()
+        self, cluster: Cluster, model: Path, split: int | None = 2, dtype: str = "", **more: list[str]
     ) -> None:
         self.cluster, self._model = cluster, model
         self.workers: dict[str, Peer] = {}
-        models = [str(each) for each in (model, *others)]
-        options = JoinOptions(role="verifier", models=models, split=split, dtype=dtype)
+        models = [str(model), *more.pop("others", [])]
+        options = JoinOptions(role="verifier", models=models, split=split, dtype=dtype, **more)
         self.verifier = self._serve("verifier", serving_module.serve, options)
         self.drafter: Peer | None = None
         self.client: VerifierClient
@@ -134,7 +135,7 @@ def join(cluster: Cluster, slot: int, memory_bytes: int = HALF_BYTES) -> Peer:
 
 @asynccontextmanager
 async def serving(
-    tmp_path: Path, model: Path, split: int | None = 2, dtype: str = "", others: Sequence[Path] = ()
+    tmp_path: Path, model: Path, split: int | None = 2, dtype: str = "", **more: list[str]
 ) -> AsyncIterator[Served]:
     cluster = VirtualCluster(tmp_path / "cluster", MemoryNetwork())
     await cluster.start_seed()
@@ -143,7 +144,7 @@ async def serving(
             workers = {str(slot): join(cluster, slot) for slot in (1, 2, 3)}
             for peer in workers.values():
                 await peer.joined.wait()
-            served = Served(cluster, model, split, dtype, others)
+            served = Served(cluster, model, split, dtype, **more)
             served.workers = workers
             at = None
             while at is None:
@@ -211,12 +212,22 @@ async def test_a_model_of_bf16_writes_in_fp32_where_that_is_asked_for(tmp_path: 
         assert tokens == expected
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft calls it
+@pytest.mark.parametrize("other", ["model", "adapter"])
 @on_virtual_time
-async def test_verifier_of_two_models_writes_with_the_one_that_is_named(tmp_path: Path) -> None:
-    models = made(tmp_path), made(tmp_path, name="other", seed=3)
-    expected = [reference(model, 20, GREEDY) for model in models]
+async def test_verifier_of_two_models_writes_with_the_one_that_is_named(tmp_path: Path, other: str) -> None:
+    model, second = made(tmp_path), tmp_path / "other"
+    expected = [reference(model, 20, GREEDY)]
+    if other == "model":
+        made(tmp_path, name="other", seed=3)
+        expected.append(reference(second, 20, GREEDY))
+        more = {"others": [str(second)]}
+    else:
+        tuned = adapted(model, second, ["q_proj", "down_proj"])
+        expected.append(tuple(generated(tuned, list(PROMPT.encode()), 20, Sampling(temperature=0))))
+        more = {"adapters": [str(second)]}
     assert expected[0] != expected[1]
-    async with serving(tmp_path, models[0], None, others=models[1:]) as served:
+    async with serving(tmp_path, model, None, **more) as served:
         assert [text.split()[0] for text in served.said("serving")] == ["model", "other"]
         verifiers: list[ServingInfo] = []
         while len(verifiers) < 2:

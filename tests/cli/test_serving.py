@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -55,6 +56,31 @@ async def test_models_of_one_name_are_refused_before_it_joins(tmp_path: Path) ->
     with pytest.raises(UserError, match="at most 16 models"):
         await check(JoinOptions(role="verifier", models=many))
     await check(JoinOptions(role="verifier", models=many[1:]))
+
+
+async def test_adapter_of_another_model_is_refused_before_it_joins(tmp_path: Path) -> None:
+    base, other, adapter = (tmp_path / name for name in ("base", "other", "adapter"))
+    for directory in (base, other, adapter):
+        directory.mkdir()
+    for directory in (base, other):
+        (directory / "config.json").write_text("{}")
+    config = {"peft_type": "LORA", "lora_alpha": 8, "base_model_name_or_path": "../base"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+
+    def of(model: Path, *adapters: Path) -> JoinOptions:
+        return JoinOptions(role="verifier", models=[str(model)], adapters=[str(each) for each in adapters])
+
+    await check(of(base, adapter))
+    with pytest.raises(UserError, match=r"adapter is an adapter of .*/base, not of .*/other"):
+        await check(of(other, adapter))
+    with pytest.raises(UserError, match="base is a whole model, not an adapter"):
+        await check(of(other, base))
+    with pytest.raises(UserError, match="two models are called adapter"):
+        await check(of(base, adapter, adapter))
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    with pytest.raises(ConfigError, match="use_dora = True") as caught:
+        await check(of(base, adapter))
+    assert "merge it with peft" in caught.value.remedy
 
 
 def test_what_memory_is_left_for_caches(tmp_path: Path) -> None:

@@ -30,14 +30,14 @@ GREEDY = Sampling(temperature=0)
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft calls it
 
 
-def adapted(base: Path, directory: Path, targets: list[str], **settings: Any) -> Any:
+def adapted(base: Path, directory: Path, targets: list[str], *, seed: int = 2, **settings: Any) -> Any:
     """A model with random factors, after its adapter was saved by peft."""
     whole: Any = AutoModelForCausalLM.from_pretrained(base)
     settings = {"r": 3, "lora_alpha": 5, "init_lora_weights": False, **settings}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(2)
+        torch.manual_seed(seed)
         model: Any = peft.get_peft_model(whole, peft.LoraConfig(target_modules=targets, **settings))
-    model.save_pretrained(directory)
+    model.save_pretrained(directory, save_embedding_layers=False)
     return model
 
 

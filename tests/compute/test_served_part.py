@@ -63,10 +63,12 @@ def load(directory: Path, *cuts: int, **changes: Any) -> list[ServedPart]:
 class Client:
     """Runs a session through parts."""
 
-    def __init__(self, parts: Sequence[ServedPart], name: str, sampling: Sampling, positions: int = 64) -> None:
+    def __init__(
+        self, parts: Sequence[ServedPart], name: str, sampling: Sampling, positions: int = 64, adapter: str = ""
+    ) -> None:
         self.parts, self.name = parts, name
         for part in parts:
-            part.open(name, positions=positions, sampling=sampling)
+            part.open(name, positions=positions, sampling=sampling, adapter=adapter)
         self.length = 0
 
     def run(

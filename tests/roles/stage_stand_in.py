@@ -193,7 +193,15 @@ class StandInStage:
 
     is_batched = True
 
-    def open(self, session: str, *, positions: int, sampling: Sampling, block_hashes: Sequence[bytes] = ()) -> int:
+    def open(
+        self,
+        session: str,
+        *,
+        positions: int,
+        sampling: Sampling,
+        block_hashes: Sequence[bytes] = (),
+        adapter: str = "",
+    ) -> int:
         if positions > self._context:
             raise UserError(
                 f"{positions} positions, and the model knows {self._context}", remedy="ask for fewer tokens"
