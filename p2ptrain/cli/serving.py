@@ -252,6 +252,10 @@ async def _local_models(
         console.clear()
     weights_bytes = sum(engine.weights_bytes for engine, _ in engines)
     left_bytes = cache_bytes(options.memory_bytes, directories, engines[0][0].encoding, weights_bytes)
+    for directory, (engine, _) in zip(directories, engines, strict=True):
+        if not engine.is_batched:
+            text = f"{_name_of(directory)} computes one text at a time: batches do not support its architecture"
+            member.notify("warning", "no-batches", text)
     models = [
         LocalModel(
             engine,

@@ -155,7 +155,8 @@ class LocalModel:
         while True:
             most = SHARED_CHUNK if any(session.is_writing for session in self.sessions) else MAX_REQUEST_POSITIONS
             self._admit()
-            batch = self._queue.take(lambda session: session.admitted, most_prompt_positions=most)
+            turns = 0 if self.engine.is_batched else 1
+            batch = self._queue.take(lambda session: session.admitted, most_sessions=turns, most_prompt_positions=most)
             if not batch:
                 self._wake.clear()
                 await self._wake.wait()

@@ -90,6 +90,20 @@ async def test_passes_of_all_sessions_are_computed_together() -> None:
 
 
 @pytest.mark.virtual_time
+async def test_engine_that_does_not_batch_computes_one_text_after_another() -> None:
+    engine = engine_of()
+    engine.is_batched = False  # type: ignore[misc]
+    batches = batches_of(engine)
+    async with target_of(engine) as target:
+        sessions = [await target.open(positions=60, sampling=GREEDY, sample_from=1) for _ in range(2)]
+        await asyncio.gather(*(session.append(PassRequest(0, (1,), 1)) for session in sessions))
+        passes = [session.append(PassRequest(1, (1,), 1)) for session in sessions for _ in range(2)]
+        results = await asyncio.gather(*passes)
+        assert [list(batch.values()) for batch in batches[1:]] == [[1]] * 4
+        assert [result.took_s for result in results] == [pytest.approx(PASS_S)] * 4, "only its own time counts"
+
+
+@pytest.mark.virtual_time
 async def test_passes_of_a_session_are_answered_in_order() -> None:
     wanted = tokens_of(CONFIG, PROMPT, 6, GREEDY)
     async with target_of(engine_of()) as target:
