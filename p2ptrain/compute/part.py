@@ -223,6 +223,12 @@ class PartAssembly:
             text = f"{' and '.join(stored)} differ in {table.directory}, but config.json ties them"
             raise ConfigError(text, remedy="set tie_word_embeddings to false in its config.json")
 
+    def allocate_quantized(self) -> None:
+        """Allocate the layers that hold their weights in fewer bits (``QuantizedLinear.allocate``)."""
+        for layer in self._whole.model.modules():
+            if isinstance(layer, QuantizedLinear):
+                layer.allocate(self._device)
+
     def build_model(self) -> PartModel:
         """The part. Raises ``ConfigError`` if a tensor was not placed, or a buffer cannot be computed."""
         if self._missing:

@@ -57,25 +57,30 @@ class QuantizedLinear(nn.Module):
                 self.register_buffer("held", torch.empty(outputs, inputs, dtype=torch.int8))
                 self.register_buffer("scales", torch.empty(outputs))
 
+    def allocate(self, device: torch.device) -> None:
+        """Allocate what the layer will hold. If this is done between the copies that loading makes and frees, the
+        process keeps their memory."""
+        self.held, self.scales = (torch.empty_like(tensor, device=device) for tensor in (self.held, self.scales))
+
     def hold(self, weight: Tensor) -> None:
         """Quantize the layer's ``weight``, on its device."""
         weight = (weight.T if self._transposed else weight).float().contiguous()
         if not self._in_4_bits:
-            self.scales = (weight.abs().amax(1) / 127).clamp(min=_LEAST)
-            self.held = (weight / self.scales[:, None]).round().to(torch.int8)
+            scales = (torch.linalg.vector_norm(weight, torch.inf, 1) / 127).clamp(min=_LEAST)
+            self._keep((weight / scales[:, None]).round_(), scales)
             return
         groups = weight.view(len(weight), -1, GROUP)
         least, most = groups.aminmax(dim=2, keepdim=True)
         step = ((most - least) / 15).clamp(min=_LEAST).bfloat16()
         middle = (least + 8 * step).bfloat16()
-        levels = ((groups - middle) / step + 8).round().clamp(0, 15).flatten(1).to(torch.uint8)
+        levels = (groups - middle).div_(step).add_(8).round_().clamp_(0, 15).flatten(1).to(torch.uint8)
         self._hold_levels(levels, step.squeeze(2), middle.squeeze(2))
 
     def take(self, packed: Tensor, scale: Tensor) -> None:
         """Take over weights of files: ``packed`` int32, 4 or 8 of an output in each; ``scale`` (outputs, groups)."""
         stored = packed.contiguous().view(torch.uint8)  # q + 8, the first in the low half of a byte; or q + 128
         if not self._in_4_bits:
-            self.held, self.scales = (stored ^ 128).view(torch.int8), scale[:, 0].float()
+            self._keep((stored ^ 128).view(torch.int8), scale[:, 0])
             return
         levels = torch.stack([stored & 15, stored >> 4], -1).flatten(1)
         step = scale.repeat_interleave(levels.shape[1] // GROUP // scale.shape[1], 1).bfloat16()
@@ -83,11 +88,17 @@ class QuantizedLinear(nn.Module):
 
     def _hold_levels(self, levels: Tensor, step: Tensor, middle: Tensor) -> None:
         """``levels``: q, uint8 (outputs, inputs). ``step``, ``middle``: s and z, (outputs, inputs / ``GROUP``)."""
-        self.scales = torch.stack([step, middle], -1).transpose(0, 1).contiguous()
         if levels.device.type == self.kernel_device:
-            self.held = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1)
+            held = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1)
         else:
-            self.held = levels[:, ::2] | levels[:, 1::2] << 4
+            held = levels[:, ::2] | levels[:, 1::2] << 4
+        self._keep(held, torch.stack([step, middle], -1).transpose(0, 1))
+
+    def _keep(self, held: Tensor, scales: Tensor) -> None:
+        if self.held.is_meta:
+            self.allocate(held.device)
+        self.held.copy_(held)
+        self.scales.copy_(scales)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., inputs) → (..., outputs), in the dtype of ``x``."""

@@ -189,6 +189,7 @@ class ServedPartBuilder(PartAssembly):
         super().__init__(config, part, names, dtype=dtype, device=place, weights=spec.weights)
         what = f"a part of {len(part)} of {part.layers} layers"
         check_memory(self.weights_bytes, self._compute_device, what, _SMALLER_PART)
+        self.allocate_quantized()
 
     def finish(self) -> ServedPart:
         """Return the part. Raises ``ConfigError`` if a tensor is missing."""
