@@ -290,6 +290,7 @@ class StageEngine(Protocol):
         sampling: Sampling,
         block_hashes: Sequence[bytes] = (),
         adapter: str = "",
+        order: float = 0.0,
     ) -> int:
         """Begin a session of at most ``positions`` positions. Raises ``UserError`` if the model supports fewer,
         ``ResourceError`` if the memory has room for fewer.
@@ -298,6 +299,7 @@ class StageEngine(Protocol):
             block_hashes: of the text's blocks, as of ``p2ptrain.core.serving.hash_blocks``.
             adapter: name of one of the engine's adapters; empty: the model itself. Sessions of several do not share
                 blocks.
+            order: sessions of a lower one are preempted later, whenever they were opened.
 
         Returns:
             number of positions that the session has already, because other sessions computed these blocks.

@@ -21,6 +21,7 @@ from dataclasses import field
 from typing import Annotated, Protocol, TypeVar
 
 from p2ptrain.core.errors import ProtocolError
+from p2ptrain.core.serving import BLOCK_POSITIONS, HASH_BYTES
 from wire.job_messages import MAX_STAGES
 from wire.messages import Message
 from wire.schema import Amount, Bound, ContentId, Count, Declared, IdOrNone
@@ -29,8 +30,11 @@ MAX_REQUEST_POSITIONS = 2048
 """Most positions in one ``ForwardBatch``. Longer prompts come as several requests that flow through the chain."""
 MAX_BATCH, BATCH_BYTES = 64, 40 << 10
 """Most requests or results in a message, and the size from which on it takes no further one."""
-NEXT_LOST, UNKNOWN_SESSION, UNKNOWN_PART = "next-stage", "unknown-session", "unknown-part"
-"""Codes of refusals and of ``ChainBroken``: the next stage cannot be reached; the session or part is not here."""
+NEXT_LOST, UNKNOWN_SESSION, UNKNOWN_PART, PREEMPTED = "next-stage", "unknown-session", "unknown-part", "preempted"
+"""Codes of refusals and of ``ChainBroken``: the next stage cannot be reached; the session or part is not here; the
+session's positions were dropped, because older sessions needed the memory."""
+MAX_OPEN_HASHES = 1024
+"""Most block hashes with which a session is opened."""
 MAX_POSITIONS = 1 << 20
 """Most positions of a session."""
 Positions = Annotated[int, Bound(0, MAX_POSITIONS)]
@@ -53,6 +57,8 @@ class ForwardRequest(Declared):
         spent_us: microseconds of computing at each stage so far, in order.
         prefill: the positions are of a prompt and travel in the session's ``prefill_encoding``; drafts do not.
         targets: token ids, as in ``Sampled.tokens``: the last stage scores one after each of this many last positions.
+        block_hashes: of the last blocks of the text that are full after this request, joined
+            (``p2ptrain.core.serving.hash_blocks``). A later session of the client that begins alike has them at once.
     """
 
     session: str
@@ -67,11 +73,12 @@ class ForwardRequest(Declared):
     spent_us: list[int] = field(default_factory=list)
     prefill: bool = False
     targets: Annotated[bytes, Bound(0, 4 * MAX_REQUEST_POSITIONS)] = b""
+    block_hashes: Annotated[bytes, Bound(0, HASH_BYTES * (MAX_REQUEST_POSITIONS // BLOCK_POSITIONS + 1))] = b""
 
     @property
     def encoded_bytes(self) -> int:
         """About the size in a message."""
-        return 256 + 9 * len(self.spent_us) + len(self.targets)
+        return 256 + 9 * len(self.spent_us) + len(self.targets) + len(self.block_hashes)
 
 
 class ForwardBatch(Message, kind=38):
@@ -197,7 +204,7 @@ class HeldPart(Declared):
         model: the model's id, shared by all its parts.
         name: of the model, for display.
         start, stop: it has the model's layers [start, stop), of ``layers``.
-        cache_bytes: most that the caches of the open sessions may grow to.
+        cache_bytes: memory for the caches of all sessions together.
         limit_bytes: bytes that this worker allows for parts and their caches.
         compute_ms: average time of one forward request, or of one micro-batch in training; 0 if unknown.
         busy: share of the last seconds in which it computed; the rest it waited (the bubble).

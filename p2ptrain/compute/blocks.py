@@ -8,7 +8,7 @@ memory is needed: least recently used first out.
 Attention reads adjacent blocks in place, and others by a copy. So a new session is placed where all of its blocks are
 adjacent, if there is such a place, and others take from there only what is left.
 
-When sessions need more than there is, the last comers lose all of their blocks, in the order of ``SessionTables.open``.
+When sessions need more than there is, the last ones lose all of their blocks, in the order of ``SessionTables``.
 """
 
 from __future__ import annotations
@@ -129,6 +129,7 @@ class BlockTable:
     """The blocks of a session of at most ``positions`` positions, which has the first ``length``.
 
     Attributes:
+        order: see ``SessionTables``.
         was_preempted: whether its positions were dropped, and its owner has not begun again.
     """
 
@@ -136,10 +137,11 @@ class BlockTable:
     blocks: list[int] = field(default_factory=list)
     length: int = 0
     was_preempted: bool = False
+    order: float = 0.0
 
 
 class SessionTables:
-    """The tables of all sessions, in order of ``open``."""
+    """The tables of all sessions: those of a lower ``order`` come first, and of equal ones the first comers."""
 
     def __init__(self) -> None:
         self.pool = BlockPool()
@@ -162,10 +164,11 @@ class SessionTables:
         """Blocks of all sessions when each has its last position."""
         return sum(blocks_of(table.positions) for table in self._tables.values())
 
-    def open(self, name: str, positions: int, hashes: Sequence[bytes]) -> int:
+    def open(self, name: str, positions: int, hashes: Sequence[bytes], order: float = 0.0) -> int:
         """Begin a session with the blocks of these hashes that are remembered. Returns its number of positions."""
         blocks = self.pool.share(hashes[: positions // BLOCK_POSITIONS])
-        self._tables[name] = table = BlockTable(positions, blocks, len(blocks) * BLOCK_POSITIONS)
+        self._tables[name] = table = BlockTable(positions, blocks, len(blocks) * BLOCK_POSITIONS, order=order)
+        self._tables = dict(sorted(self._tables.items(), key=lambda item: item[1].order))
         self.pool.place(name, blocks_of(positions) - len(blocks))
         return table.length
 

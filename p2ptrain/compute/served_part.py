@@ -319,6 +319,7 @@ class ServedPart:
         sampling: Sampling,
         block_hashes: Sequence[bytes] = (),
         adapter: str = "",
+        order: float = 0.0,
     ) -> int:
         """See ``StageEngine``. Raises ``UserError``: the model's context is shorter, ``sampling`` is invalid, or the
         session exists already; ``ResourceError``: there is too little memory, or there are ``MAX_SESSIONS`` sessions.
@@ -340,7 +341,8 @@ class ServedPart:
         history = self._model.new_history() if isinstance(self._model, WholeModel) else None
         self._sessions[session] = _Session(picker if self._model.part.last else None, history, adapter)
         can_share = history is None and not self._model.switches
-        return self._tables.open(session, positions, own_hashes(adapter, block_hashes) if can_share else ())
+        hashes = own_hashes(adapter, block_hashes) if can_share else ()
+        return self._tables.open(session, positions, hashes, order)
 
     def close(self, session: str) -> None:
         if self._sessions.pop(session, None) is not None:

@@ -167,6 +167,11 @@ BLOCK_POSITIONS = 64
 HASH_BYTES = 16
 
 
+def round_to_blocks(positions: int) -> int:
+    """The positions of all blocks that so many positions need."""
+    return -(-positions // BLOCK_POSITIONS) * BLOCK_POSITIONS
+
+
 def hash_blocks(ids: Sequence[int], known: Sequence[bytes] = ()) -> tuple[bytes, ...]:
     """The hash of each full block of a text, which depends on all ids up to the block's end. ``known``: those of the
     first blocks, which are not computed again."""

@@ -176,11 +176,12 @@ class StageChain:
             raise Refused(RefusalCode.BUSY, f"{MOST_SESSIONS} sessions are open", remedy=CLOSE_REMEDY)
         encoding = self.encodings[0] or self.dtype
         about = {"stages": self.stages, "positions": positions, "priority": priority, "silence_s": self._silence_s()}
+        about["order"] = self.client.world.clock.wall()
         encodings = {"encoding": encoding, "prefill_encoding": self.encodings[1] or encoding}
         draws = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "seed")}
         seats = [seat.number if seat is not None else -1 for seat in self.seats]
         opening = about | encodings | draws
-        session = ChainSession(self, seats, opening, sample_from=sample_from, world=self.client.world)
+        session = ChainSession(self, seats, opening, sample_from=sample_from, ids=ids, world=self.client.world)
         self._sessions.add(session)
         try:
             await session.wait_until_open()

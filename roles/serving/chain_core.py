@@ -12,12 +12,13 @@ identifies a holder of a stage; each new holder gets a higher number.
 Any failure raises the session's *epoch* and begins a *mending*. Stages and this core drop whatever belongs to an older
 epoch. A mending has no script. After each event it compares the state of every stage with what it should be, and asks
 for what is missing. So a second loss during a mending needs no special case, and opening a session is a mending in
-which all stages are missing:
+which all stages are missing. It begins with the positions of its prompt that all stages have computed for others:
 
     state of a stage                                instruction
     it has no peer                                  Replace, once; StageAssigned answers, or StageUnassigned,
                                                     which ends the session
-    it has not opened the session                   Ask open, once the next stage is ready: the stage dials it then
+    it has not opened the session                   Ask open, once the next stage is ready: the stage dials it then;
+                                                      the answer tells how many of its positions the stage has
     it does not know the epoch, or its link does    Ask resume: cut the history to the committed positions; the answer
       not lead to the next stage's current peer       tells how many it holds (fewer if it was still being rebuilt)
     all are ready, some hold fewer positions than   Send the token ids again, in requests that end at the last such
@@ -27,10 +28,11 @@ which all stages are missing:
 Repeated requests give the same tokens, because samples are numbered. But a rebuilt stage computed its positions in
 other batches, so a token may differ where rounding decides between two (rare in fp32, not in bf16).
 
-If a stage reports that it failed itself (not its link to the next), the session ends. If a stage cannot reach the next
-one, the next stage's peer is replaced; the second time its own peer is. Too many setbacks without an answer end the
-session. If no stage is lost and an answer is overdue, the epoch is raised. A stage that hangs does not answer the
-resume that follows, and is replaced. More than ``MOST_STALLS`` overdue answers in a row end the session.
+If a stage dropped the session's positions for older sessions, the session is mended, and the stage answers the resume
+when it has room. If it reports another failure of its own, the session ends. If a stage cannot reach the next one, the
+next stage's peer is replaced; the second time its own peer is. Too many setbacks without an answer end the session. If
+no stage is lost and an answer is overdue, the epoch is raised. A stage that hangs does not answer the resume that
+follows, and is replaced. More than ``MOST_STALLS`` overdue answers in a row end the session.
 """
 
 from __future__ import annotations
@@ -41,8 +43,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, PeerError
+from p2ptrain.core.serving import BLOCK_POSITIONS, hash_blocks
 from roles.serving.model import MOST_PASSES
-from wire.chain_messages import MAX_REQUEST_POSITIONS, NEXT_LOST, UNKNOWN_PART, UNKNOWN_SESSION, ChainBroken
+from wire.chain_messages import MAX_REQUEST_POSITIONS, NEXT_LOST, PREEMPTED, UNKNOWN_PART, UNKNOWN_SESSION, ChainBroken
 
 TOO_SLOW = "too-slow"
 """Code of ``StageDeclined``, set by the client: no answer came in time."""
@@ -54,6 +57,8 @@ ANSWER_S, POSITION_S = 120.0, 0.2
 """Deadline of an answer, and what each position ahead of it adds (long prompts of a large model on slow processors).
 Lost peers are detected by a closed connection or by silence instead."""
 MOST_STALLS = 3
+MOST_PREEMPTIONS = 100
+"""Most times in a row, without an answered pass, that a stage may drop the session's positions for older sessions."""
 
 # -------------------------------------------------------------------------------------------------------------- events
 
@@ -81,7 +86,7 @@ class StageLost:
 
 @dataclass(frozen=True, slots=True)
 class StageAnswered:
-    """An ``StageAsk`` was answered. ``position``: what the stage holds now (resume only)."""
+    """An ``StageAsk`` was answered. ``position``: what the stage holds now."""
 
     stage: int
     ask: int
@@ -155,13 +160,15 @@ ChainEvent = (
 
 @dataclass(frozen=True, slots=True)
 class ForwardSend:
-    """A forward request for the first stage. ``number``, ``last``: as in ``wire.chain_messages.ForwardRequest``."""
+    """A forward request for the first stage. ``number``, ``last``, ``block_hashes``: as in
+    ``wire.chain_messages.ForwardRequest``."""
 
     seat: int
     epoch: int
     number: int
     work: PassSubmitted
     last: int
+    block_hashes: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +179,7 @@ class StageAsk:
         kind: ``open`` the session, or ``resume`` it in a new epoch with the first ``keep`` positions at most.
         ask: number of this request.
         next_seat: seat of the next stage, which the stage dials; -1 for the last stage.
+        block_hashes: to open it: of the positions that the stage is to have, if it has computed them for another one.
     """
 
     kind: str
@@ -182,6 +190,7 @@ class StageAsk:
     timeout_s: float
     next_seat: int = -1
     keep: int = 0
+    block_hashes: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,19 +285,50 @@ class _Stage:
     failures: int = 0
 
 
+@dataclass(slots=True)
+class _Failures:
+    """Since a pass was last answered."""
+
+    setbacks: int = 0
+    preemptions: int = 0
+
+
+class SentPositions:
+    """The session's positions as the first stage has them when it has computed all that was sent, and their hashes."""
+
+    def __init__(self) -> None:
+        self._ids: list[int] = []
+        self._hashes: list[bytes] = []
+
+    def restart(self, ids: Sequence[int]) -> None:
+        """Begin a new epoch: the stages have none but these ids."""
+        self._ids, self._hashes = list(ids), list(hash_blocks(ids))
+
+    def append(self, keep: int, ids: Sequence[int]) -> tuple[bytes, ...]:
+        """Cut the positions to ``keep``, and append others. Returns the hashes of the blocks that are full then, from
+        the one of the first new position on."""
+        full = keep // BLOCK_POSITIONS
+        self._ids[keep:] = ids
+        del self._hashes[full:]
+        if len(self._ids) // BLOCK_POSITIONS > full:
+            self._hashes = list(hash_blocks(self._ids, self._hashes))
+        return tuple(self._hashes[full:])
+
+
 class ChainSessionCore:
     """One session over a chain; see the module's docstring. The first event starts it.
 
     Args:
         seats: current seat of each stage, in order; -1: the stage has no peer.
+        prompt: ids with which the session may begin, as far as all stages have computed them for other sessions.
 
     Attributes:
-        ids: token ids of all answered positions.
+        ids: token ids of all answered positions, and of those with which the session began.
         passes: passes under way, in order.
         awaited: requests of this epoch, in order: those that rebuild stages, or, when RUNNING, the passes.
     """
 
-    def __init__(self, seats: Sequence[int], now: float) -> None:
+    def __init__(self, seats: Sequence[int], now: float, prompt: Sequence[int] = ()) -> None:
         if not seats:
             raise ValueError("a chain needs at least one stage")
         self.epoch = 1
@@ -302,7 +342,9 @@ class ChainSessionCore:
         self._mending_since: float | None = now
         self._lost: dict[int, str] = {}  # stage -> reason, in this mending
         self._last_ask = 0
-        self._setbacks = 0
+        self._prompt: Sequence[int] | None = prompt  # None: the session has begun
+        self._sent = SentPositions()
+        self._failures = _Failures()
         self._stalls = 0
 
     # ---------------------------------------------------------------------------------------------------- for callers
@@ -396,7 +438,7 @@ class ChainSessionCore:
             for stage in self._stages[: request.last + 1]:
                 stage.has = work.keep + len(work.ids)
             return
-        self._setbacks = 0
+        self._failures = _Failures()
         for stage in self._stages:
             stage.failures = 0
         self.passes.popleft()
@@ -412,7 +454,7 @@ class ChainSessionCore:
             asked, stage.ask = stage.ask, None
             stage.opened = True
             stage.epoch, stage.next_seat = asked.epoch, asked.next_seat
-            stage.has = 0 if asked.kind == "open" else max(0, min(event.position, self.committed))
+            stage.has = max(0, min(event.position, self.committed if self._prompt is None else len(self._prompt)))
 
     def _take_refusal(self, event: StageDeclined, now: float, out: list[ChainInstruction]) -> None:
         stage = self._stages[event.stage]
@@ -438,6 +480,9 @@ class ChainSessionCore:
         if message.epoch != self.epoch or sender.seat < 0 or not sender.opened:
             return
         self._begin_mending(now)
+        if message.code == PREEMPTED and message.lost == event.sender and self._failures.preemptions < MOST_PREEMPTIONS:
+            self._failures.preemptions += 1  # it answers the resume when it has room for the positions again
+            return
         self._count_setback(f"stage {event.sender} reports: {message.reason}", message.remedy, out)
         if message.lost == event.sender:
             self._fail(PeerError(message.reason, remedy=message.remedy), out)
@@ -492,9 +537,11 @@ class ChainSessionCore:
         self._give_up(index if stage.failures > 1 else index + 1, reason, now, out)
 
     def _count_setback(self, what: str, remedy: str, out: list[ChainInstruction]) -> None:
-        self._setbacks += 1
-        if self._setbacks > 8 + 3 * len(self._stages):
-            text = f"the split model failed {self._setbacks} times without any progress; the last failure: {what}"
+        self._failures.setbacks += 1
+        if self._failures.setbacks > 8 + 3 * len(self._stages):
+            text = (
+                f"the split model failed {self._failures.setbacks} times without any progress; the last failure: {what}"
+            )
             self._fail(PeerError(text, remedy=remedy), out)
 
     def _fail(self, error: P2PTrainError, out: list[ChainInstruction]) -> None:
@@ -546,12 +593,21 @@ class ChainSessionCore:
             kind, keep = ("resume", self.committed) if stage.opened else ("open", 0)
             timeout_s = _patience_s(MAX_REQUEST_POSITIONS)  # a request of another session may have to end first
             self._last_ask += 1
-            stage.ask = StageAsk(kind, index, stage.seat, self._last_ask, self.epoch, timeout_s, next_seat, keep)
+            hashes: tuple[bytes, ...] = ()
+            if not stage.opened:
+                hashes = hash_blocks(self.ids[: self.committed] if self._prompt is None else self._prompt)
+            about = (self._last_ask, self.epoch, timeout_s, next_seat, keep, hashes)
+            stage.ask = StageAsk(kind, index, stage.seat, *about)
             out.append(stage.ask)
 
     def _rebuild_or_run(self, now: float, out: list[ChainInstruction]) -> None:
         if self.awaited:
             return
+        if self._prompt is not None:
+            self.ids = list(self._prompt[: min(stage.has for stage in self._stages)])
+            self._prefilled = bytearray(b"\1" * len(self.ids))
+            self._prompt = None
+        self._sent.restart(self.ids)
         lacking = [index for index, stage in enumerate(self._stages) if stage.has < self._needed]
         if lacking:
             self.awaited.extend(self._again(lacking[-1]))
@@ -583,7 +639,9 @@ class ChainSessionCore:
             request.number, request.due = self.last_number, now + _patience_s(ahead)
             if request.sent_at is None:
                 request.sent_at = now
-            out.append(ForwardSend(self._stages[0].seat, self.epoch, request.number, request.work, request.last))
+            work, seat = request.work, self._stages[0].seat
+            hashes = self._sent.append(work.keep, work.ids)
+            out.append(ForwardSend(seat, self.epoch, request.number, work, request.last, hashes))
 
 
 def _patience_s(positions: int) -> float:

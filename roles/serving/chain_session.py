@@ -29,7 +29,7 @@ from roles.serving import chain_core as ev
 from roles.serving.chain_core import ChainSessionCore
 from roles.serving.model import MOST_PASSES, PassRequest, PassResult
 from roles.serving.worker_peer import WorkerPeer
-from wire.chain_messages import NEXT_LOST, ChainBroken, ForwardRequest, Sampled
+from wire.chain_messages import MAX_OPEN_HASHES, NEXT_LOST, ChainBroken, ForwardRequest, Sampled
 
 CLOSE_S = 5.0
 
@@ -86,13 +86,13 @@ class ChainSession:
     Args:
         seats: current seat of each stage; -1: nobody holds it.
         opening: parameters of ``session.open`` that are equal for all stages.
+        ids: the prompt.
 
     Attributes:
         mendings: as in ``ChainTimes``, of this session.
     """
 
     most_passes = MOST_PASSES
-    cached = 0
 
     def __init__(
         self,
@@ -101,17 +101,19 @@ class ChainSession:
         opening: dict[str, Any],
         *,
         sample_from: int,
+        ids: Sequence[int],
         world: World,
     ) -> None:
         self.id = world.new_id()
         self.sample_from = sample_from
         self.mendings: list[tuple[str, float]] = []
         self._chain, self._opening, self._now = chain, opening, world.clock.now
-        self._core = ChainSessionCore(seats, self._now())
+        self._core = ChainSessionCore(seats, self._now(), ids[:-1])  # the last position is always computed
         self._answers: deque[asyncio.Future[ev.PassAnswered]] = deque()  # of the passes under way
         self._pending: deque[ev.ChainEvent] = deque()
         self._news = asyncio.Event()
         self._opened = False
+        self.cached = 0
         self._error: P2PTrainError | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._tasks = Background(self.fail)
@@ -228,7 +230,8 @@ class ChainSession:
                     if not answer.done():  # its caller was cancelled
                         answer.set_result(instruction)
                 case ev.SessionReady(lost, took_s):
-                    self._opened = True
+                    if not self._opened:
+                        self._opened, self.cached = True, len(self._core.ids)
                     if lost:
                         what = "; ".join(f"stage {stage}: {reason}" for stage, reason in lost)
                         self.mendings.append((what, took_s))
@@ -244,6 +247,7 @@ class ChainSession:
             work, count = send.work, len(send.work.ids)
             what = (send.last, work.samples, work.sample_index)
             how: dict[str, Any] = {"prefill": work.prefill, "targets": encode_ids(work.targets)}
+            how["block_hashes"] = b"".join(send.block_hashes)
             request = ForwardRequest(self.id, send.epoch, send.number, work.keep, count, "ids", *what, **how)
             peer.send_forward(request, work.ids)
 
@@ -260,7 +264,7 @@ class ChainSession:
         peer.watch_closely()  # before the answer: only the answer may be late
         try:
             answer = await peer.ask(method, params, timeout_s=asked.timeout_s)
-            position = _position_untrusted(answer) if asked.kind == "resume" else 0
+            position = _position_untrusted(answer)
         except ConnectionLost:
             return  # ``Lost`` follows
         except DeadlineExceeded as problem:
@@ -276,7 +280,9 @@ class ChainSession:
         params["next"] = self._chain.address_after(asked.stage, peer, asked.next_seat)
         if asked.kind == "resume":
             return "session.resume", params | {"keep": asked.keep}
-        return "session.open", params | self._opening | {"part": self._chain.part_of(asked.stage)}
+        hashes = b"".join(asked.block_hashes[:MAX_OPEN_HASHES]).hex()
+        params |= self._opening | {"part": self._chain.part_of(asked.stage), "block_hashes": hashes}
+        return "session.open", params
 
     def _fail_passes(self, problem: NetworkError) -> None:
         for answer in self._answers:
@@ -312,5 +318,5 @@ def samples_untrusted(message: Sampled, vocab_size: int) -> ev.SamplesArrived:
 def _position_untrusted(answer: dict[str, Any]) -> int:
     position = answer.get("position")
     if type(position) is not int or position < 0:
-        raise ProtocolError("session.resume was answered without a position")
+        raise ProtocolError("a request to open or resume a session was answered without a position")
     return position

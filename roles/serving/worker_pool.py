@@ -14,6 +14,7 @@ from typing import Annotated, Any, Self
 from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError, ProtocolError, Refused, UserError
 from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.ids import is_id
+from p2ptrain.core.serving import round_to_blocks
 from p2ptrain.core.threads import Thread
 from ring.planning.measurements import CandidateWorker, LinkQuality
 from ring.planning.serving import PlacedStage, Placement, place_model, price_chain
@@ -307,7 +308,9 @@ class WorkerPool:
         there = [peer for id, peer in self.peers.items() if not peer.lost and id not in without]
         seats = [self.candidate_of(peer) for peer in there]
         await self._measure(seats, measure_s)
-        wanted = ServingWorkload(sizes, positions, activation_bytes, self.context.peer_id, dict(self.links))
+        wanted = ServingWorkload(
+            sizes, round_to_blocks(positions), activation_bytes, self.context.peer_id, dict(self.links)
+        )
         made, how = place_model(wanted, seats, stages=stages), (dtype, weights)
         if (loaded := self._find_loaded_chain(wanted, model, how, seats)) is not None and stages in (
             None,

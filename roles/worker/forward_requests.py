@@ -14,10 +14,11 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from p2ptrain.core.activations import encode_ids
-from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused
-from p2ptrain.core.serving import Pass
+from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused, ResourceError
+from p2ptrain.core.serving import BLOCK_POSITIONS, Pass, Preempted
 from p2ptrain.core.texts import shortened
 from roles.line import Line
 from roles.pass_queue import SHARED_CHUNK, PassQueue
@@ -30,6 +31,7 @@ from wire.chain_messages import (
     CHAIN_STREAM,
     MAX_REQUEST_POSITIONS,
     NEXT_LOST,
+    PREEMPTED,
     UNKNOWN_SESSION,
     ChainBroken,
     ForwardBatch,
@@ -42,6 +44,8 @@ from wire.connection import Connection
 from wire.messages import Hello, RefusalCode
 
 DUPLICATE = "duplicate"
+ROOM_POSITIONS, ROOM_S = 4 * BLOCK_POSITIONS, 60.0
+"""A session whose positions were dropped waits for memory for them and for so many more, and how long at most."""
 
 
 @dataclass(eq=False, slots=True)
@@ -83,18 +87,21 @@ class ForwardRequests:
         self.sessions: dict[tuple[str, int], OpenStage] = {}
         self._queues: dict[Part, PassQueue[OpenStage]] = {}
         self._wake = asyncio.Event()
+        self._waiting: list[OpenStage] = []  # for memory
+        self._room = asyncio.Event()
         self._links = StageLinks(context, self._wake.set, self._lose_next)
 
     # ------------------------------------------------------------------------------------------------------- sessions
 
-    async def open(self, client: StageClient, request: OpenRequest) -> None:
-        """Open a session on a part.
+    async def open(self, client: StageClient, request: OpenRequest) -> int:
+        """Open a session on a part. Returns the number of positions that it has at once, because the client's other
+        sessions computed them.
 
         Raises:
             Refused: the part is absent or full, memory is short, or the next stage cannot be reached.
         """
         part = self._cache.get(request.part)
-        core = StageSession(request, part.engine.width)
+        core = StageSession(request, part.engine.width, client.peer_id)
         if (core.first, core.last) != (part.spec.start == 0, part.spec.stop == part.spec.layers):
             text = f"layers [{part.spec.start}, {part.spec.stop}) are not stage {request.index} of {request.stages}"
             raise Refused("wrong-stage", text)
@@ -102,26 +109,27 @@ class ForwardRequests:
             raise Refused(DUPLICATE, f"session {core.id} is open here already")
         if len(self._of(part)) >= MAX_SESSIONS:
             raise Refused("full", f"{MAX_SESSIONS} sessions are open on this part", remedy="try again later")
-        need_bytes = request.positions * part.engine.cache_position_bytes
-        unloaded = self._cache.make_room(need_bytes, f"{request.positions} positions of a session", keep=part)
         stage = OpenStage(core, part, client)
         part.users.add(stage)
-        part.promised[stage] = need_bytes
         self.sessions[stage.key] = stage
         try:
-            await self.unload(unloaded)
+            await self.reserve(part, self._cache.grow(part, request.positions))
             if core.closed:
                 raise Refused(UNKNOWN_SESSION, "the session was closed meanwhile")
-            await self._compute.run(part.engine.open, core.id, positions=request.positions, sampling=request.sampling)
+            about: dict[str, Any] = {"positions": request.positions, "sampling": request.sampling}
+            about |= {"order": request.order, "block_hashes": core.own_hashes(bytes.fromhex(request.block_hashes))}
+            core.position = await self._compute.run(part.engine.open, core.id, **about)
             await self._link(stage, request.next)
         except BaseException:
             self.close(stage)
             raise
         client.line.silence_s = min(client.line.silence_s, request.silence_s)
         part.next = request.next.peer if request.next else ""
+        return core.position
 
     async def resume(self, client: StageClient, request: ResumeRequest) -> int:
-        """Begin a new epoch. Returns the number of positions that are kept here, at most ``request.keep``.
+        """Begin a new epoch. Returns the number of positions that are kept here, at most ``request.keep``. A session
+        whose positions were dropped waits until there is memory for them, for ``ROOM_S`` at most.
 
         Raises:
             Refused: the session is unknown, the epoch is not newer, or the next stage cannot be reached.
@@ -135,7 +143,26 @@ class ForwardRequests:
         position = stage.core.position = min(stage.core.position, request.keep)
         await self._link(stage, request.next)
         stage.part.next = request.next.peer if request.next else ""
+        if stage.core.preempted:
+            await self._wait_for_room(stage, request.keep + ROOM_POSITIONS)
         return position
+
+    async def _wait_for_room(self, stage: OpenStage, positions: int) -> None:
+        part, epoch = stage.part, stage.core.epoch
+        self._waiting.append(stage)
+        try:
+            async with asyncio.timeout(ROOM_S):
+                while (stage.core.epoch, stage.core.closed) == (epoch, False) and self.count(part) > 1:
+                    others = [other for other in self._waiting if other.part is part]
+                    first = min(others, key=lambda other: other.core.asked.order)
+                    if first is stage and part.engine.free_positions >= positions:
+                        return
+                    self._room.clear()
+                    await self._room.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._waiting.remove(stage)
 
     def close_of(self, client: StageClient, which: CloseRequest) -> None:
         with suppress(Refused):
@@ -151,7 +178,7 @@ class ForwardRequests:
         stage.use(None)
         self._cache.leave(stage.part, stage, self._now())
         # Queued at once, so that it runs before a new ``open`` of the same session.
-        self._compute.submit(stage.part.engine.close, stage.core.id)
+        self._compute.submit(stage.part.engine.close, stage.core.id).add_done_callback(self._on_closed)
 
     def close_all_of(self, client: StageClient) -> None:
         for stage in [stage for stage in self.sessions.values() if stage.client is client]:
@@ -297,8 +324,8 @@ class ForwardRequests:
             work, payload = stage.core.queue.popleft()
             try:
                 passes[stage.core.id] = stage.core.begin(work, payload)
-            except ProtocolError as problem:
-                self._break(stage, stage.core.index, RefusalCode.PROTOCOL, problem)
+            except P2PTrainError as problem:
+                self._break(stage, stage.core.index, _code(problem), problem)
                 continue
             begun.append((stage, work))
             self._wait_with(stage)
@@ -310,11 +337,14 @@ class ForwardRequests:
         except P2PTrainError as problem:
             ran = dict.fromkeys(passes, problem)
         took_s = self._now() - began
+        self._room.set()
         part.add_pass(self._now(), took_s, sum(work.count for _, work in begun))
         ended: defaultdict[StageClient, list[Sampled]] = defaultdict(list)
         onward: defaultdict[NextStage, list[tuple[ForwardRequest, memoryview]]] = defaultdict(list)
         for stage, work in begun:
             core, result = stage.core, ran[stage.core.id]
+            if isinstance(result, Preempted):
+                core.drop_positions()  # also if the epoch has changed meanwhile
             if not core.current(work):
                 continue
             if isinstance(result, P2PTrainError):
@@ -344,6 +374,22 @@ class ForwardRequests:
         reason, remedy = shortened(problem.message), shortened(problem.remedy)
         stage.client.send(ChainBroken(core.id, core.epoch, lost, code, reason, remedy))
 
+    async def reserve(self, part: Part, unloaded: list[Part]) -> None:
+        """Unload these parts, and have the part's engine reserve the memory that was accounted for. Raises
+        ``ResourceError``."""
+        await self.unload(unloaded)
+        positions = part.pool_positions
+        if positions > part.reserved_positions:
+            try:
+                await self._compute.run(part.engine.reserve, positions)
+            except ResourceError:
+                part.pool_positions = part.reserved_positions
+                raise
+            part.reserved_positions = max(part.reserved_positions, positions)
+
+    def _on_closed(self, closing: asyncio.Future[None]) -> None:
+        self._room.set()
+
     async def unload(self, parts: list[Part]) -> None:
         """Drop the last references on the compute thread, where a device frees its memory."""
         if parts:
@@ -351,6 +397,8 @@ class ForwardRequests:
 
 
 def _code(problem: P2PTrainError) -> str:
+    if isinstance(problem, Preempted):
+        return PREEMPTED
     if isinstance(problem, Refused):
         return problem.code
     return RefusalCode.PROTOCOL if isinstance(problem, ProtocolError) else "failed"

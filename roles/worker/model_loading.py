@@ -28,6 +28,7 @@ from p2ptrain.core.errors import (
     StorageError,
 )
 from p2ptrain.core.ids import is_id, new_id
+from p2ptrain.core.serving import round_to_blocks
 from p2ptrain.core.tensor_files import TensorTable
 from p2ptrain.core.texts import shortened
 from p2ptrain.core.threads import Thread
@@ -337,7 +338,7 @@ class Loader:
         names = tuple(name for name, record in records.items() if record.dtype != FILE)
         builder = await self._compute.run(self._build_part, spec, names)
         wanted = _owned_untrusted(builder, records)
-        need_bytes = builder.weights_bytes + request.positions * builder.cache_position_bytes
+        need_bytes = builder.weights_bytes + round_to_blocks(request.positions) * builder.cache_position_bytes
         reservation = object()
         try:
             # Before the first byte is received, so that no load fails late for lack of room; and before parts are

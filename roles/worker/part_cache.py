@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from p2ptrain.core.errors import Refused
-from p2ptrain.core.serving import PartSpec
+from p2ptrain.core.serving import PartSpec, round_to_blocks
 from p2ptrain.core.texts import human_bytes
 from roles.engine import StageEngine
 from roles.gauges import Rate
@@ -29,7 +29,9 @@ class Part:
 
     Attributes:
         users: sessions and clients that keep it loaded.
-        promised: session → bytes that its cache may grow to.
+        wanted: client → positions that it asked memory for, for all of its sessions together.
+        pool_positions: positions of all sessions for which there is to be memory.
+        reserved_positions: those for which the engine has it.
         compute_s: moving average of the time of one forward request.
         busy: seconds of computing. positions: computed.
         next: peer id of the next stage of the newest session.
@@ -43,7 +45,9 @@ class Part:
     engine: StageEngine
     idle_since: float
     users: set[Hashable] = field(default_factory=set)
-    promised: dict[Hashable, int] = field(default_factory=dict)
+    wanted: dict[Hashable, int] = field(default_factory=dict)
+    pool_positions: int = 0
+    reserved_positions: int = 0
     compute_s: float = 0.0
     busy: Rate = field(default_factory=Rate)
     positions: Rate = field(default_factory=Rate)
@@ -52,7 +56,11 @@ class Part:
 
     @property
     def bytes(self) -> int:
-        return self.engine.weights_bytes + sum(self.promised.values())
+        return self.engine.weights_bytes + self.pool_bytes
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.pool_positions * self.engine.cache_position_bytes
 
     def add_pass(self, now: float, took_s: float, positions: int) -> None:
         self.compute_s += (took_s - self.compute_s) / 8 if self.compute_s else took_s
@@ -68,7 +76,7 @@ def part_key(model: str, spec: PartSpec) -> PartKey:
 
 
 class PartCache:
-    """Accounts for the loaded parts. ``limit_bytes``: for weights and promised caches together."""
+    """Accounts for the loaded parts. ``limit_bytes``: for weights and sessions' caches together."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -78,7 +86,7 @@ class PartCache:
     def validate(self) -> None:
         assert sum(part.bytes for part in self.parts.values()) + sum(self._reserved.values()) <= self.limit_bytes
         assert len(self.parts) <= MAX_PARTS
-        assert all(part.users or not part.promised for part in self.parts.values())
+        assert all(part.wanted.keys() <= part.users for part in self.parts.values())
 
     @property
     def free_bytes(self) -> int:
@@ -130,6 +138,28 @@ class PartCache:
             del self.parts[part.id]
         return going
 
+    def use(self, part: Part, client: Hashable, positions: int) -> list[Part]:
+        """Let a client use the part, with memory for so many positions beside what others asked for. Returns and
+        raises as ``grow``."""
+        others = sum(wanted for who, wanted in part.wanted.items() if who is not client)
+        wanted = max(positions, part.wanted.get(client, 0))
+        going = self.grow(part, others + wanted)
+        part.users.add(client)
+        part.wanted[client] = wanted
+        return going
+
+    def grow(self, part: Part, positions: int) -> list[Part]:
+        """Account for memory of ``positions`` positions of all of the part's sessions together, if it has less. The
+        memory stays with the part: what it holds may be of use for later sessions. Returns and raises as ``make_room``.
+        """
+        new = round_to_blocks(positions) - part.pool_positions
+        if new <= 0:
+            return []
+        need_bytes = new * part.engine.cache_position_bytes
+        going = self.make_room(need_bytes, f"{positions} positions of sessions", keep=part)
+        part.pool_positions += new
+        return going
+
     def reserve(self, who: Hashable, size_bytes: int) -> None:
         self._reserved[who] = size_bytes
 
@@ -138,7 +168,7 @@ class PartCache:
 
     def leave(self, part: Part, user: Hashable, now: float) -> None:
         part.users.discard(user)
-        part.promised.pop(user, None)
+        part.wanted.pop(user, None)
         if not part.users:
             part.idle_since = now
 
@@ -159,7 +189,7 @@ class PartCache:
             layers=spec.layers,
             dtype=f"{spec.dtype or engine.encoding} {spec.weights}".rstrip(),
             weights_bytes=engine.weights_bytes,
-            cache_bytes=sum(part.promised.values()),
+            cache_bytes=part.pool_bytes,
             limit_bytes=self.limit_bytes,
             sessions=sessions,
             compute_ms=1000 * part.compute_s,

@@ -10,12 +10,13 @@ from p2ptrain.core.activations import ENCODINGS
 from p2ptrain.core.errors import ProtocolError, Refused, UserError
 from p2ptrain.core.serving import QUANTIZED, PartSpec, Sampling, check_sampling
 from p2ptrain.core.tensor_files import config_untrusted
-from wire.chain_messages import MAX_POSITIONS, Positions
+from wire.chain_messages import MAX_OPEN_HASHES, MAX_POSITIONS, Positions
 from wire.job_messages import MAX_STAGES
 from wire.messages import Silence
-from wire.schema import Bound, Declared, Host, Id, Port, instance_untrusted
+from wire.schema import Amount, Bound, Declared, Host, Id, Port, instance_untrusted
 
 MAX_LAYERS = 4096
+BlockHashes = Annotated[str, Bound(0, 32 * MAX_OPEN_HASHES, pattern="([0-9a-f]{32})*")]
 Path = Annotated[str, Bound(0, 4096)]
 Epoch = Annotated[int, Bound(0, 1 << 31)]
 Index = Annotated[int, Bound(0, MAX_STAGES - 1)]
@@ -103,6 +104,10 @@ class OpenRequest(Declared):
         next: address of the next stage; None on the last one.
         encoding, prefill_encoding: of the outputs; the second for requests that the client marks as prefill.
         priority: requests of sessions with a lower one are computed first.
+        order: the client's time at which it opened the session: one that is later loses its memory first. Equal at all
+            stages, so that of two sessions the same one goes on everywhere.
+        block_hashes: of the first blocks of the text (``p2ptrain.core.serving.hash_blocks``), in hexadecimal: what the
+            stage has of them is not computed again.
     """
 
     session: Id
@@ -120,6 +125,8 @@ class OpenRequest(Declared):
     seed: Annotated[int, Bound(-(1 << 63), (1 << 64) - 1)]
     silence_s: Silence
     priority: Annotated[int, Bound(-(1 << 31), 1 << 31)] = 0
+    order: Amount = 0.0
+    block_hashes: BlockHashes = ""
 
     @property
     def sampling(self) -> Sampling:

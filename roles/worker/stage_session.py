@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from p2ptrain.core.activations import IDS, activation_bytes, decode_ids
 from p2ptrain.core.errors import ProtocolError, Refused
-from p2ptrain.core.serving import Pass
+from p2ptrain.core.serving import BLOCK_POSITIONS, HASH_BYTES, Pass, Preempted
 from roles.worker.stage_requests import OpenRequest
 from wire.chain_messages import MAX_REQUEST_POSITIONS, ForwardRequest
 
@@ -55,18 +56,22 @@ class StageSession:
 
     Attributes:
         width: elements of the hidden state of one position.
+        client: the client's peer id.
         epoch: set by the client; requests of an older epoch are dropped.
         position: length of the history; the next request may keep at most this much.
         broken: the session admits nothing until the client raises the epoch.
+        preempted: the engine dropped its positions, and it has not got others since.
         is_writing: its prompt is computed, so the person who reads its text waits for each pass.
         queue: admitted requests and their payloads, in order.
     """
 
     asked: OpenRequest
     width: int
+    client: str = ""
     epoch: int = field(init=False)
     position: int = 0
     broken: bool = False
+    preempted: bool = False
     is_writing: bool = False
     closed: bool = False
     queue: deque[tuple[ForwardRequest, memoryview]] = field(default_factory=deque)
@@ -108,6 +113,10 @@ class StageSession:
             raise ProtocolError(f"cannot sample {work.samples} tokens and score {targets} at {rows} positions")
         if not (0 <= work.sample_index < 1 << 31 and 0 <= work.number < 1 << 53):
             raise ProtocolError(f"invalid sample index {work.sample_index} or request number {work.number}")
+        if len(work.block_hashes) % HASH_BYTES or len(work.block_hashes) > HASH_BYTES * (
+            (work.keep + work.count) // BLOCK_POSITIONS
+        ):
+            raise ProtocolError(f"{len(work.block_hashes)} bytes of block hashes are not valid")
         if len(work.spent_us) != self.index or any(not 0 <= each < 1 << 53 for each in work.spent_us):
             raise ProtocolError(f"stage {self.index} needs {self.index} valid stage times, got {len(work.spent_us)}")
         if self.first and work.encoding != IDS:
@@ -134,15 +143,32 @@ class StageSession:
         return work.epoch == self.epoch and not self.broken and not self.closed
 
     def begin(self, work: ForwardRequest, payload: memoryview) -> Pass:
-        """The pass of the engine that computes a request. Raises ``ProtocolError``: it keeps more than there is."""
+        """The pass of the engine that computes a request. Raises ``ProtocolError``: it keeps more than there is;
+        ``Preempted``: the engine dropped the positions that it keeps, which the client does not know yet."""
+        if self.preempted and work.keep:
+            raise Preempted("the positions of the session were dropped, because older sessions needed the memory")
         if work.keep > self.position:
             raise ProtocolError(f"the request keeps {work.keep} positions, but the session has {self.position}")
-        rows = (work.samples, work.sample_index, decode_ids(work.targets)) if self.last else ()
-        return Pass(work.keep, payload, work.count, work.encoding, self.out_encoding(work), *rows)
+        rows = (work.samples, work.sample_index, decode_ids(work.targets)) if self.last else (0, 0, ())
+        # Positions that came in another encoding than those of a prompt are not those that a prompt would have.
+        is_same = work.prefill or self.asked.encoding == self.asked.prefill_encoding
+        hashes = self.own_hashes(work.block_hashes if is_same else b"")
+        return Pass(work.keep, payload, work.count, work.encoding, self.out_encoding(work), *rows, hashes)
+
+    def own_hashes(self, hashes: bytes) -> tuple[bytes, ...]:
+        """The hashes of blocks for the engine: other ones for each client, so that none can give another one false
+        blocks, and for each pair of encodings."""
+        known = f"{self.client} {self.asked.encoding} {self.asked.prefill_encoding} ".encode()
+        each = (hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES))
+        return tuple(blake2b(known + block, digest_size=HASH_BYTES).digest() for block in each)
 
     def end(self, work: ForwardRequest) -> None:
         self.position = work.keep + work.count
+        self.preempted = False
         self.is_writing = bool(work.samples)
+
+    def drop_positions(self) -> None:
+        self.preempted, self.position = True, 0
 
     def fail(self) -> None:
         self.broken = True

@@ -222,7 +222,7 @@ class Stages:
                 model = await self._models.open(client, path)
                 return {"model": model.model, "config": model.config, "total": len(model.records)}
             case OpenRequest() as request:
-                await self.requests.open(client, request)
+                return {"position": await self.requests.open(client, request)}
             case ResumeRequest() as request:
                 return {"position": await self.requests.resume(client, request)}
             case CloseRequest() as request:
@@ -273,12 +273,11 @@ class Stages:
                 async with self._models.receiver(client.peer_id, request) as receiver:
                     load = await self._loader.load(request, receiver, on_bytes=report)
                     part, read_bytes, received_bytes = load.part, load.read_bytes, load.received_bytes
-                    self._hold(client, part)
+                    unloaded = self.cache.use(part, client, request.positions)
             else:
-                need_bytes = request.positions * part.engine.cache_position_bytes
-                unloaded = self.cache.make_room(need_bytes, f"{request.positions} positions of sessions", keep=part)
-                self._hold(client, part)
-                await self.requests.unload(unloaded)
+                unloaded = self.cache.use(part, client, request.positions)
+            client.parts.add(part)
+            await self.requests.reserve(part, unloaded)
         engine = part.engine
         return {
             "part": part.id,
@@ -292,10 +291,6 @@ class Stages:
             "resident_bytes": psutil.Process(os.getpid()).memory_info().rss,
             "device": engine.device,
         }
-
-    def _hold(self, client: _Client, part: Part) -> None:
-        part.users.add(client)
-        client.parts.add(part)
 
     async def _free(self, client: _Client, part_id: str) -> None:
         part = self.cache.parts.get(part_id)

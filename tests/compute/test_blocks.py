@@ -21,8 +21,8 @@ class Memory:
         self.content = [[-1] * BLOCK_POSITIONS for _ in range(blocks)]
         self.texts: dict[str, list[int]] = {}
 
-    def open(self, name: str, positions: int, prompt: list[int]) -> None:
-        self.texts[name] = prompt[: self.tables.open(name, positions, hash_blocks(prompt))]
+    def open(self, name: str, positions: int, prompt: list[int], order: float = 0.0) -> None:
+        self.texts[name] = prompt[: self.tables.open(name, positions, hash_blocks(prompt), order)]
 
     def close(self, name: str) -> None:
         self.tables.close(name)
@@ -96,10 +96,11 @@ def test_sessions_have_their_own_texts_whatever_others_do(seed: int, blocks: int
         memory.check()
 
 
-def test_last_comer_is_preempted_for_an_older_session_and_never_the_other_way() -> None:
+@pytest.mark.parametrize("opened", [("old", "middle", "new"), ("new", "old", "middle")])
+def test_last_session_is_preempted_for_an_older_one_and_never_the_other_way(opened: tuple[str, ...]) -> None:
     memory = Memory(4)
-    for name in ("old", "middle", "new"):
-        memory.open(name, 300, [])
+    for name in opened:
+        memory.open(name, 300, [], order=("old", "middle", "new").index(name))
         assert memory.run(name, 0, [1] * 60)
     assert memory.run("old", 60, [1] * 100)
     assert memory.tables["new"].was_preempted

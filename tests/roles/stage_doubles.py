@@ -205,7 +205,7 @@ def load_params(model: ModelDirectory, start: int, stop: int, layers: int, **cha
         "layers": layers,
         "dtype": "fp32",
         "weights": "",
-        "positions": 64,
+        "positions": 512,
         "path": "",
         "sender": None,
     } | changes
@@ -232,6 +232,8 @@ def open_params(
         "seed": 0,
         "silence_s": 2.0,
         "priority": 0,
+        "order": 0.0,
+        "block_hashes": "",
     } | changes
 
 

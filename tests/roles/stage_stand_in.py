@@ -143,6 +143,7 @@ class _Session:
     # (layers, WIDTH) after each position: what a cache of keys and values is to a transformer.
     history: list[Values] = field(default_factory=list)
     preempted: bool = False
+    order: float = 0.0
 
     @property
     def blocks(self) -> int:
@@ -157,7 +158,7 @@ class StandInStage:
         on_run: called at the beginning of each work with (session, keep, count): to hold a test's work, or to fail.
 
     Attributes:
-        sessions: by name, in the order of ``open``; for tests to look at.
+        sessions: by name, the first that is preempted last; for tests to look at.
         pool_blocks: blocks of all sessions together, once memory is reserved; until then as many as are needed.
         remembered: the first positions of texts, by the hash of their last block.
         batches: sessions of each call of ``run``.
@@ -179,7 +180,7 @@ class StandInStage:
         self.cache_position_bytes = 4 * WIDTH * (spec.stop - spec.start)
         self.vocab_size = int(json.loads(spec.config)["vocab_size"])
         self.sessions: dict[str, _Session] = {}
-        self.pool_blocks = 0
+        self.pool_blocks = self.preemptions = 0
         self.remembered: dict[bytes, list[Values]] = {}
         self.batches: list[list[str]] = []
         self._tensors = tensors
@@ -201,6 +202,7 @@ class StandInStage:
         sampling: Sampling,
         block_hashes: Sequence[bytes] = (),
         adapter: str = "",
+        order: float = 0.0,
     ) -> int:
         if positions > self._context:
             raise UserError(
@@ -208,7 +210,8 @@ class StandInStage:
             )
         if session in self.sessions:
             raise UserError(f"there is a session {session!r} on this part", remedy="close it first")
-        state = self.sessions[session] = _Session(positions, sampling)
+        state = self.sessions[session] = _Session(positions, sampling, order=order)
+        self.sessions = dict(sorted(self.sessions.items(), key=lambda item: item[1].order))
         for block_hash in block_hashes:
             if block_hash not in self.remembered:
                 break
@@ -239,15 +242,15 @@ class StandInStage:
         """Drop the positions of sessions that were opened last. Raises ``Preempted``: this one's."""
         state = self.sessions[session]
         if state.preempted and work.keep:
-            state.preempted = False
             raise Preempted("older sessions needed the memory")
         state.preempted = False
         lacking = work.keep + work.count - BLOCK_POSITIONS * state.blocks
         for last in reversed(self.sessions.values()):
             if self.free_positions >= lacking:
                 return
-            last.preempted |= last is not state and bool(last.history)
-            last.history = []
+            if last.history or last is state:
+                last.preempted, last.history = True, []
+                self.preemptions += 1
             if last is state:
                 raise Preempted("older sessions need the memory")
 

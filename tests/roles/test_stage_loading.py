@@ -9,7 +9,7 @@ import json
 import os
 import struct
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -479,7 +479,7 @@ async def test_a_part_that_does_not_fit_is_refused_with_the_numbers(
             await client.ask("part.load", load_params(model, 0, 4, 4, positions=0))
         assert refused.value.code == "memory"
         assert "--memory" in refused.value.remedy
-        fits = load_params(model, 0, 2, 4, positions=8)
+        fits = load_params(model, 0, 1, 4, positions=8)
         with pytest.raises(Refused, match="200 positions of sessions need"):
             await client.ask("part.load", {**fits, "positions": 200})
         assert len(stage.stand_ins.engines) == 0, "it was loaded in vain"
@@ -487,15 +487,15 @@ async def test_a_part_that_does_not_fit_is_refused_with_the_numbers(
     offer = await client.ask("part.offer")
     assert offer["limit_bytes"] == 6600
     engine = stage.stand_ins.engines[-1]
-    assert offer["memory_bytes"] == 6600 - engine.weights_bytes
-    room = offer["memory_bytes"] // engine.cache_position_bytes
-    with pytest.raises(Refused, match="positions of a session need") as refused:
-        await client.ask("session.open", open_params("s1", part, 0, 2, "w0", positions=room + 1))
+    assert engine.pool_blocks == 1
+    assert offer["memory_bytes"] == 6600 - engine.weights_bytes - 64 * engine.cache_position_bytes
+    with pytest.raises(Refused, match="65 positions of sessions need") as refused:
+        await client.ask("session.open", open_params("s1", part, 0, 4, "w0", positions=65))
     assert refused.value.code == "memory"
     assert not engine.sessions
-    for fits_too in (room, room + 1):  # for a load's check is that of its sessions
-        with pytest.raises(Refused) if fits_too > room else nullcontext():
-            await client.ask("part.load", {**fits, "positions": fits_too})
+    with pytest.raises(Refused):
+        await client.ask("part.load", {**fits, "positions": 65})
+    assert (await client.ask("part.load", {**fits, "positions": 64}))["part"] == part
 
 
 async def test_a_job_takes_the_memory_of_idle_parts(

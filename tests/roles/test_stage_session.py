@@ -105,18 +105,27 @@ def test_idle_parts_make_room_longest_idle_first() -> None:
     assert [part.id for part in shelf.make_room(2 * WEIGHTS + 100, "x")] == ["a"]
 
 
-def test_promises_count_and_end_with_their_session() -> None:
-    shelf = PartCache(WEIGHTS + 1000)
+def test_a_parts_memory_for_sessions_grows_and_stays_with_it() -> None:
+    """Clients ask for memory beside each other. A block's 64 positions count together."""
+    position_bytes = ENGINE.cache_position_bytes
+    shelf = PartCache(WEIGHTS + 200 * position_bytes)
     part = shelf.parts["a"] = part_of("a")
-    part.users |= {"one", "two"}
-    part.promised |= {"one": 300, "two": 700}
+    assert shelf.use(part, "one", 10) == []
+    assert (part.pool_positions, shelf.free_bytes) == (64, 136 * position_bytes)
+    shelf.use(part, "one", 64)
+    shelf.use(part, "two", 1)
+    assert part.pool_positions == 128
+    with pytest.raises(Refused, match="193 positions of sessions need"):
+        shelf.use(part, "two", 193 - 64)
     shelf.validate()
-    assert shelf.free_bytes == 0
-    assert shelf.expired(1e9) == [], "it is in use"
+    assert part.wanted == {"one": 64, "two": 1}
+    shelf.grow(part, 192)
     shelf.leave(part, "one", 7.0)
-    assert (shelf.free_bytes, part.idle_since) == (300, 0.0)
-    shelf.leave(part, "two", 9.0)
-    assert (shelf.free_bytes, part.idle_since) == (WEIGHTS + 1000, 9.0)
+    shelf.use(part, "three", 128)
+    assert (part.pool_positions, shelf.free_bytes) == (192, 8 * position_bytes)
+    shelf.leave(part, "two", 8.0)
+    shelf.leave(part, "three", 9.0)
+    assert (shelf.free_bytes, part.idle_since) == (WEIGHTS + 200 * position_bytes, 9.0)
     assert shelf.expired(9.0 + IDLE_S - 0.1) == []
     assert shelf.expired(9.0 + IDLE_S) == [part]
     assert shelf.expired(9.0 + IDLE_S) == []

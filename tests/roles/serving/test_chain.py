@@ -204,7 +204,7 @@ async def test_a_stage_that_dies_is_replaced_once(scene: Scene, encoding: str) -
 
 async def test_a_stage_dies_under_more_sessions_than_a_worker_answers_requests_at_a_time(scene: Scene) -> None:
     slow_down(scene)
-    async with scene.chain(positions=2000) as chain:
+    async with scene.chain(positions=4000) as chain:
         barrier = asyncio.Barrier(MAX_REQUESTS + 9)
 
         async def wait_for_others(tokens: int) -> None:
@@ -320,6 +320,52 @@ async def test_several_sessions_are_in_the_chain_at_once(scene: Scene) -> None:
         alone_s = await write()
         together_s = max(await asyncio.gather(write(), write(), write()))
         assert together_s < 1.5 * alone_s
+
+
+@pytest.mark.usefixtures("validated")
+@pytest.mark.parametrize("victim", ["", "w1"])
+async def test_texts_that_need_more_memory_than_there_is_are_written_one_after_the_other(
+    scene: Scene, victim: str
+) -> None:
+    """Each of them fits alone. The last comers lose their positions, wait, and are computed again."""
+    slow_down(scene)
+    async with scene.chain(positions=128) as chain:
+
+        async def write(number: int) -> None:
+            prompt = [number, *range(50)]
+            session = await open_session(chain, positions=80)
+            await decode(session, prompt, tokens_of(CONFIG, prompt, 29, SAMPLED), drafts=3)
+            await session.close()
+
+        running = [asyncio.create_task(write(number)) for number in range(3)]
+        if victim:
+            asyncio.get_running_loop().call_later(0.3, scene.kill, victim)
+        await asyncio.gather(*running)
+    engines = [engine for worker in scene.workers.values() for engine in worker.stand_ins.engines]
+    assert any(engine.preemptions for engine in engines)
+    assert {engine.pool_blocks for engine in engines} == {2}
+
+
+async def test_sessions_that_begin_alike_compute_it_once(scene: Scene) -> None:
+    slow_down(scene)
+    async with scene.chain(positions=600) as chain:
+        prompt = [number % 97 for number in range(150)]
+        first = await chain.open(positions=200, sampling=SAMPLED, sample_from=150, ids=prompt)
+        assert first.cached == 0
+        made = await decode(first, prompt, tokens_of(CONFIG, prompt, 45, SAMPLED), chunk=50, drafts=2)
+        await first.close()
+        again = [*made.ids, 7]
+        for ids, cached in ((again, 192), (again[:193], 192), (again[:192], 128), ([3, *again], 0)):
+            session = await chain.open(positions=230, sampling=SAMPLED, sample_from=len(ids), ids=ids)
+            assert session.cached == cached
+            await decode(session, ids, tokens_of(CONFIG, ids, 5, SAMPLED), cached=cached)
+            await session.close()
+        scene.kill("w1")
+        await asyncio.sleep(1)
+        session = await chain.open(positions=230, sampling=SAMPLED, sample_from=len(again), ids=again)
+        assert session.cached == 0, "a stage is new"
+        await decode(session, again, tokens_of(CONFIG, again, 5, SAMPLED))
+        await session.close()
 
 
 async def test_invalid_sessions_and_passes_are_refused(scene: Scene) -> None:
