@@ -171,12 +171,14 @@ class LocalModel:
             took_s = self._clock.now() - began
             self.busy_s += took_s
             for session in batch:
-                result = ran[session.name]
-                if isinstance(result, Preempted) and (len(batch) > 1 or self._others_have_memory(session)):
+                work, result = passes[session.name], ran[session.name]
+                # Alone and from its first position, it will never have room.
+                has_others = len(batch) > 1 or self._others_have_memory(session)
+                if isinstance(result, Preempted) and (work.keep or has_others):
                     session.restart()
                     self.preemptions += 1
                 else:
-                    session.end_pass(passes[session.name], result, took_s)
+                    session.end_pass(work, result, took_s)
                 self.wait_with(session)
             for _ in range(ASKING_TURNS):
                 if all(session in self._queue or session.closed for session in batch):

@@ -270,6 +270,28 @@ async def test_session_that_is_preempted_waits_until_there_is_room() -> None:
 
 
 @pytest.mark.virtual_time
+@pytest.mark.parametrize("cached", [0, 64])
+async def test_session_whose_memory_an_ended_one_took_is_computed_again(cached: int) -> None:
+    engine = engine_of()
+    ids = list(range(90 if cached else 60))
+    async with target_of(engine, cache_bytes=4 * BLOCK_POSITIONS * engine.cache_position_bytes) as target:
+        first = await target.open(positions=200, sampling=GREEDY, sample_from=1)
+        await first.append(PassRequest(0, (*ids, *[1] * (37 * bool(cached))), 1))
+        await first.close()
+        old = await target.open(positions=200, sampling=GREEDY, sample_from=1)
+        await old.append(PassRequest(0, (1,), 1))
+        young = await target.open(positions=200, sampling=GREEDY, sample_from=len(ids), ids=ids)
+        assert young.cached == cached
+        if not cached:
+            await young.append(PassRequest(0, tuple(ids[:-1]), 1))
+        await old.append(PassRequest(1, (1,) * 194, 1))
+        await old.close()
+        keep = cached or len(ids) - 1
+        result = await young.append(PassRequest(keep, tuple(ids[keep:]), 1))
+        assert list(result.tokens) == tokens_of(CONFIG, ids, 1, GREEDY)
+
+
+@pytest.mark.virtual_time
 async def test_memory_grows_with_the_sessions_as_far_as_there_is_some() -> None:
     engine = engine_of()
     reserve = engine.reserve
