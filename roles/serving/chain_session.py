@@ -29,7 +29,7 @@ from roles.serving import chain_core as ev
 from roles.serving.chain_core import ChainSessionCore
 from roles.serving.model import MOST_PASSES, PassRequest, PassResult
 from roles.serving.worker_peer import WorkerPeer
-from wire.chain_messages import MAX_OPEN_HASHES, NEXT_LOST, ChainBroken, ForwardRequest, Sampled
+from wire.chain_messages import MAX_OPEN_HASHES, NEXT_LOST, PREEMPTED, ChainBroken, ForwardRequest, Sampled
 
 CLOSE_S = 5.0
 
@@ -191,6 +191,7 @@ class ChainSession:
             sender = self._sender_untrusted(peer, message)
             if sender is None:
                 return
+            self._chain.times.preemptions += message.code == PREEMPTED
             reason = f"{peer.name}: {shortened(message.reason)}"
             self.event(ev.StageBroken(sender, replace(message, reason=reason, remedy=shortened(message.remedy))))
         else:
