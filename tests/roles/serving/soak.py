@@ -104,7 +104,7 @@ class Soak:
     cached: int = 0
     failed: list[P2PTrainError] = field(default_factory=list)
 
-    async def run(self, rng: random.Random, *, at_a_time: int, pause: Callable[[], float] | None = None) -> None:
+    async def run(self, rng: random.Random, *, at_a_time: int, pause: Callable[[], float]) -> None:
         """Write all texts, so many at a time. Raises ``AssertionError`` for the first wrong token. ``pause``: virtual
         seconds before each text."""
         service = ModelTextService(self.world, self.model, ModelText(self.directory), name="soak")
@@ -112,8 +112,7 @@ class Soak:
 
         async def write_some(own: random.Random) -> None:
             for request in waiting:
-                if pause is not None:
-                    await asyncio.sleep(pause())
+                await asyncio.sleep(pause())
                 try:
                     await self._write(service, request, own)
                 except P2PTrainError as error:

@@ -15,7 +15,7 @@ import pytest
 from p2ptrain.compute.text import ModelText
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.serving import BLOCK_POSITIONS
-from p2ptrain.core.threads import LoopThreads, RealThreads
+from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.compute_thread import ComputeThread
@@ -28,14 +28,16 @@ from tests.roles.stage_stand_in import stand_in_part, tokens_of
 from .scene import CONFIG, LAYERS, Scene, scene_of
 from .soak import Soak, SoakRequest, draw_requests, write_words
 
+pytestmark = pytest.mark.virtual_time
+
 REQUESTS = int(os.environ.get("P2PTRAIN_SOAK", "0"))
 CONTEXT = 512
 BLOCKS = 7
 """Memory of the whole model: less than two of the longest texts need."""
 
 
-async def load(directory: Path, blocks: int = 0) -> LocalModel:
-    compute = ComputeThread()
+async def load(directory: Path, threads: LoopThreads, blocks: int = 0) -> LocalModel:
+    compute = ComputeThread(threads)
     engine, context = await load_local_engine(directory, compute, device="cpu")
     cache_bytes = blocks * BLOCK_POSITIONS * engine.cache_position_bytes
     return LocalModel(engine, compute, LoopClock(), context=context, cache_bytes=cache_bytes)
@@ -59,19 +61,22 @@ async def test_texts_of_a_whole_model_are_those_that_it_writes_alone(family: str
     words = write_words(tmp_path / "words", VOCAB, CONTEXT)
     text, rng = ModelText(words), random.Random(family)
     requests = draw_requests(rng, REQUESTS or 24, vocab_size=VOCAB, prefixes=(10, 80, 250))
-    alone = await load(tmp_path / "model")
+    threads = LoopThreads()
+    threads.call_s["compute"] = 0.01
+    alone = await load(tmp_path / "model", threads)
     wanted = {request: await write_alone(alone, text, request) for request in requests}
     await alone.close()
-    world = World(LoopClock(), MemoryNetwork(), RealDisk(), random.Random(1), RealThreads())
-    model = await load(tmp_path / "model", BLOCKS)
+    world = World(LoopClock(), MemoryNetwork(), RealDisk(), random.Random(1), threads)
+    model = await load(tmp_path / "model", threads, BLOCKS)
     soak = Soak(model, world, words, wanted)
-    await soak.run(rng, at_a_time=8)
+    await soak.run(rng, at_a_time=8, pause=lambda: rng.expovariate(20))
     await model.close()
     assert not soak.failed
+    assert soak.cached > 0, "texts that begin alike share blocks"
+    assert model.preemptions > 0, "there is too little memory for eight texts"
     assert soak.ended > len(wanted) / 2
 
 
-@pytest.mark.virtual_time
 @pytest.mark.parametrize("seed", range(2))
 async def test_texts_of_a_whole_model_are_right_with_little_memory(seed: int, tmp_path: Path) -> None:
     """As the first test, without torch."""
@@ -90,7 +95,6 @@ async def test_texts_of_a_whole_model_are_right_with_little_memory(seed: int, tm
     assert soak.ended > len(requests) / 2
 
 
-@pytest.mark.virtual_time
 @pytest.mark.parametrize("seed", range(2))
 async def test_texts_of_a_split_model_are_those_of_one_part(seed: int, tmp_path: Path) -> None:
     """Connections break all the time, and three workers die."""
