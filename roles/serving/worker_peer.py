@@ -112,8 +112,6 @@ class WorkerPeer:
         self._context = context
         self._line = Line(connection, QUIET_S, beat_s=context.silence_s / 4)
         self._calls = PendingCalls()
-        # A worker refuses more concurrent requests, and after a loss all sessions ask at once.
-        self._request_slots = asyncio.Semaphore(16)
         self._on_bytes: OnBytes | None = None  # of the load under way
         self._load_due = 0.0  # time by which it must make progress
         self.load_lock = asyncio.Lock()
@@ -142,10 +140,8 @@ class WorkerPeer:
     async def ask(self, method: str, params: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """Send a request and wait for its answer. Raises ``Refused``, ``DeadlineExceeded``, ``ConnectionLost``, each
         naming the worker."""
-        async with self._request_slots:  # requests ahead of it have deadlines too
-            self._check_alive()
-            send = self._line.connection.send
-            return await self._calls.ask(send, method, params, whom=self.name, timeout_s=timeout_s)
+        self._check_alive()
+        return await self._calls.ask(self._line.connection.send, method, params, whom=self.name, timeout_s=timeout_s)
 
     async def measure(self) -> float:
         """Measure the one-way latency in seconds. Raises as ``ask``."""

@@ -144,11 +144,12 @@ class ForwardRequests:
         await self._link(stage, request.next)
         stage.part.next = request.next.peer if request.next else ""
         if stage.core.preempted:
-            await self._wait_for_room(stage, request.keep + ROOM_POSITIONS)
+            await self._wait_for_room(stage, request.keep)
         return position
 
-    async def _wait_for_room(self, stage: OpenStage, positions: int) -> None:
+    async def _wait_for_room(self, stage: OpenStage, keep: int) -> None:
         part, epoch = stage.part, stage.core.epoch
+        positions = min(keep + ROOM_POSITIONS, stage.core.asked.positions)
         self._waiting.append(stage)
         try:
             async with asyncio.timeout(ROOM_S):

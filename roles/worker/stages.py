@@ -36,7 +36,7 @@ from roles.worker.context import PeerContext
 from roles.worker.forward_requests import ForwardRequests, of_session
 from roles.worker.links import Prober
 from roles.worker.model_loading import Loader, SharedModels
-from roles.worker.part_cache import MAX_PARTS, Part, PartCache
+from roles.worker.part_cache import MAX_PARTS, MAX_SESSIONS, Part, PartCache
 from roles.worker.stage_links import StageClient
 from roles.worker.stage_requests import (
     CloseRequest,
@@ -56,8 +56,9 @@ from wire.messages import Hello, Message, RefusalCode, Refuse, Request, Response
 PURPOSES = frozenset({"chain", "stage", "model", "give"})
 MAX_CLIENTS = 64
 """Most clients."""
-MAX_REQUESTS = 32
-"""Requests of one client that are answered at a time."""
+MAX_REQUESTS = 8 * MAX_SESSIONS
+"""Requests of one client that are answered at a time. After a loss all of its sessions ask at once; some wait for
+memory."""
 BEAT_S = 0.5
 """Heartbeat interval to a client that has not stated its silence limit yet."""
 REPORT_S = 1.0
