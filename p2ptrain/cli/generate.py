@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from p2ptrain.compute.text import ModelText
 
 STDIN = "-"
+_USUAL_SESSIONS = 4
 PROMPTS_BYTES = 1 << 24  # a larger file is most likely not a file of prompts
 
 app = new_typer()
@@ -79,8 +80,7 @@ def generate(
     with Console(quiet=options.as_json).during(lambda: "starting"):
         from p2ptrain.cli.text import local_directory
 
-    usual = 4 if options.by_verifier or options.split is not None else 1  # a whole model writes one text at a time
-    request = GenerateRequest(asked, max_new_tokens, min(sessions or usual, len(asked)), options)
+    request = GenerateRequest(asked, max_new_tokens, min(sessions or _USUAL_SESSIONS, len(asked)), options)
     run(_generate(request, local_directory(options)))
 
 

@@ -21,7 +21,6 @@ from p2ptrain.cluster.access import shown_host
 from p2ptrain.cluster.console import Console
 from p2ptrain.cluster.models import SplitOptions, config_text
 from p2ptrain.cluster.split_model import TYPICAL_POSITIONS, conversation_positions, plan_on_workers, within
-from p2ptrain.compute import first_import
 from p2ptrain.compute.text import ChatFormat, ModelText
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.adapters import file_of, fingerprint, is_adapter, model_name, read_adapter, weights_of
@@ -38,7 +37,6 @@ from roles.serving.local_model import AdaptedModel, LocalModel, load_local_engin
 from roles.serving.model import ServedModel
 from roles.serving.worker_peer import ClientContext, WorkerAddress
 from roles.serving.worker_pool import workers_of
-from roles.timed_model import load_timed_model
 from roles.verifier.drafters import Drafters, Vocabulary
 from roles.verifier.server import serve_texts
 from roles.verifier.service import USUAL_SESSIONS, VerifierService
@@ -140,8 +138,7 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
     async with AsyncExitStack() as stack:
         compute = ComputeThread(member.world.threads)
         stack.callback(compute.close)
-        texts = [await compute.run(_load_text, directory, options.threads, whole=whole) for directory in directories]
-
+        texts = [await compute.run(_load_text, directory) for directory in directories]
         context = ClientContext(
             world=member.world,
             peer_id=member.peer_id,
@@ -212,25 +209,10 @@ def _name_of(directory: Path) -> str:
     return printable(model_name(directory), MODEL_CHARS)
 
 
-def _load_text(directory: Path, threads: int, *, whole: bool) -> tuple[ModelText, ChatFormat, str]:
+def _load_text(directory: Path) -> tuple[ModelText, ChatFormat, str]:
     """Load the text side of a model, its chat format, and the digest of its tensors. Raises ``ConfigError``."""
     text = ModelText(directory)
-    found = text, ChatFormat(text.tokenizer), fingerprint(directory)
-    if whole:
-        _prepare_torch(directory, threads)
-    return found
-
-
-def _prepare_torch(directory: Path, threads: int) -> None:
-    """Import torch, on a thread: it would block the event loop, and the seed takes a silent member for dead."""
-    if load_timed_model(directory) is not None:
-        return
-
-    with first_import():
-        import p2ptrain.compute.served_part  # noqa: F401 - a slow import
-        from p2ptrain.compute.device import pick_device
-
-    pick_device("cpu", threads)
+    return text, ChatFormat(text.tokenizer), fingerprint(directory)
 
 
 @asynccontextmanager
@@ -245,8 +227,16 @@ async def _local_models(
     directories, engines = options.model_directories, list[tuple[StageEngine, int | None]]()
     try:
         for directory in directories:
-            how = {"device": options.device or "auto", "dtype": options.dtype, "weights": options.weights}
-            found = await load_local_engine(directory, compute, adapters=adapters, on_bytes=console.loading, **how)
+            found = await load_local_engine(
+                directory,
+                compute,
+                threads=options.threads,
+                device=options.device or "auto",
+                dtype=options.dtype,
+                weights=options.weights,
+                adapters=adapters,
+                on_bytes=console.loading,
+            )
             engines.append(found)
     finally:
         console.clear()
@@ -384,7 +374,6 @@ async def _draft(member: ServingMember, options: JoinOptions, console: Console) 
     async with AsyncExitStack() as stack:
         compute = ComputeThread(member.world.threads)
         stack.callback(compute.close)
-        await compute.run(_prepare_torch, directory, options.threads)
         opened = _local_models(member, options, compute, options.sessions or MAX_SESSIONS, console)
         [model] = await stack.enter_async_context(opened)
         name, on_news = model_name(directory), partial(console.event, "info")

@@ -49,14 +49,13 @@ class Picker:
     """Picks the tokens of one session.
 
     Args:
-        max_states: affects speed only.
         selects_first: with ``top_k``, select entries on the logits' device. Affects speed only: faster on a GPU.
 
     Raises:
         UserError: ``sampling`` has an invalid value.
     """
 
-    def __init__(self, sampling: Sampling, *, max_states: int = MAX_STATES, selects_first: bool = False) -> None:
+    def __init__(self, sampling: Sampling, *, selects_first: bool = False) -> None:
         check_sampling(sampling)
         self._sampling, self._selects_first = sampling, selects_first
         self._has_few_entries = sampling.top_p < 1.0 and 0 < sampling.top_k <= _SMALL_NUCLEUS
@@ -64,7 +63,6 @@ class Picker:
         self._generator = torch.Generator("cpu").manual_seed(sampling.seed)
         # By sample index: the generator's state before it. The newest is the last that was set.
         self._states: OrderedDict[int, Tensor] = OrderedDict({0: self._generator.get_state()})
-        self._max_states = max_states
 
     def pick(self, logits: Tensor, sample_index: int) -> tuple[int, ...]:
         """Pick a token for each row. ``logits``: (rows, entries), any device and dtype; row i has sample index
@@ -114,7 +112,7 @@ class Picker:
         noise = _exponential(entries, self._generator)
         self._states[sample_index + 1] = self._generator.get_state()
         self._states.move_to_end(sample_index + 1)
-        if len(self._states) > self._max_states:
+        if len(self._states) > MAX_STATES:
             self._states.popitem(last=False)
         return noise
 

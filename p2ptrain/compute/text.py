@@ -315,14 +315,6 @@ class ChatFormat:
         return str(self.tokenizer.directory or "a new model")
 
 
-class FittedPrompt(NamedTuple):
-    """The prompt of a conversation. ``dropped``: number of turns that are left out from now on."""
-
-    ids: list[int]
-    max_answer_tokens: int
-    dropped: int
-
-
 class Conversation:
     """The turns of a conversation, the system's first, and which of them still go into the prompt."""
 
@@ -346,8 +338,8 @@ class Conversation:
         assert self.turns[-1].role == USER
         self.turns.pop()
 
-    def fit(self, form: ChatFormat, context: int | None, answer_tokens: int | None) -> FittedPrompt:
-        """Make the prompt.
+    def fit(self, form: ChatFormat, context: int | None, answer_tokens: int | None) -> tuple[list[int], int, int]:
+        """The prompt's ids, the most tokens of the answer, and the number of turns that are left out from now on.
 
         The oldest questions and their answers are dropped until the answer has room for ``answer_tokens``, or for a
         quarter of the context if that is less. Dropped turns stay dropped. None, if there is a context: as many as fit;
@@ -361,7 +353,7 @@ class Conversation:
         ids = ids_from(self._first)
         if context is None:
             assert answer_tokens is not None
-            return FittedPrompt(ids, answer_tokens, 0)
+            return ids, answer_tokens, 0
         room, dropped = min(answer_tokens or context, max(1, context // 4)), 0
         if len(ids) + room > context:
             # A binary search: there may be thousands of turns, and each try tokenizes all of them.
@@ -379,4 +371,4 @@ class Conversation:
                     remedy="shorten the question" + (f", or ask for at most {left} new tokens" if left > 0 else ""),
                 )
             dropped, self._first = first - self._first, first
-        return FittedPrompt(ids, min(answer_tokens or context, context - len(ids)), dropped)
+        return ids, min(answer_tokens or context, context - len(ids)), dropped

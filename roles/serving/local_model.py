@@ -26,6 +26,7 @@ from p2ptrain.core.serving import (
     Sampling,
     check_positions,
     hash_blocks,
+    round_to_blocks,
 )
 from p2ptrain.core.texts import human_bytes
 from p2ptrain.core.world import Clock
@@ -100,7 +101,7 @@ class LocalModel:
         self._opened += 1
         session = LocalSession(self, f"session {self._opened}", positions, sample_from, priority)
         self.sessions.append(session)
-        opened_positions = sum(_whole_blocks(each.positions) for each in self.sessions)
+        opened_positions = sum(round_to_blocks(each.positions) for each in self.sessions)
 
         def open_in_engine() -> int:
             self._reserve(opened_positions)
@@ -212,7 +213,7 @@ class LocalModel:
             raise Refused(RefusalCode.SHUTTING_DOWN, "the model is being released", remedy="try again later")
         check_positions(positions, self.context)
         most = self._most_positions
-        if most and _whole_blocks(positions) > (fitting := most - most % BLOCK_POSITIONS):
+        if most and round_to_blocks(positions) > (fitting := most - most % BLOCK_POSITIONS):
             need_bytes, most_bytes = (count * self.engine.cache_position_bytes for count in (positions, most))
             raise UserError(
                 f"a session of {positions} positions takes {human_bytes(need_bytes)}, but sessions may take only "
@@ -222,10 +223,6 @@ class LocalModel:
             )
         if self._max_sessions and len(self.sessions) >= self._max_sessions:
             raise Refused(RefusalCode.BUSY, f"{self._max_sessions} sessions are open", remedy=CLOSE_REMEDY)
-
-
-def _whole_blocks(positions: int) -> int:
-    return -(-positions // BLOCK_POSITIONS) * BLOCK_POSITIONS
 
 
 @dataclass(eq=False, slots=True)
@@ -302,8 +299,8 @@ class LocalSession:
     def needs_positions(self) -> int:
         """Memory that it will need soon: for its next pass, and for a block after it."""
         stop = self.passes[0].request.stop if self.passes else self.computed
-        soon = min(_whole_blocks(stop) + BLOCK_POSITIONS, _whole_blocks(self.positions))
-        return soon - _whole_blocks(self.computed)
+        soon = min(round_to_blocks(stop) + BLOCK_POSITIONS, round_to_blocks(self.positions))
+        return soon - round_to_blocks(self.computed)
 
     def take_over(self, ids: Sequence[int], cached: int) -> None:
         """Begin with the first ``cached`` positions of ``ids``, which the engine has."""
@@ -402,6 +399,7 @@ async def load_local_engine(
     directory: Path,
     compute: ComputeThread,
     *,
+    threads: int = 0,
     device: str = "auto",
     dtype: str = "",
     weights: str = "",
@@ -409,7 +407,7 @@ async def load_local_engine(
     on_bytes: Callable[[int, int], None] = lambda done_bytes, total_bytes: None,
 ) -> tuple[StageEngine, int | None]:
     """``compute.served_part.load_whole`` on the thread ``compute``; returns the engine and its context. A cancel stops
-    it at the next piece. ``on_bytes`` is called in the event loop."""
+    it at the next piece. ``threads``: of CPU kernels; 0: every core. ``on_bytes`` is called in the event loop."""
     loop, unwanted = asyncio.get_running_loop(), threading.Event()
 
     def report(done_bytes: int, total_bytes: int) -> None:
@@ -421,7 +419,9 @@ async def load_local_engine(
         if (timed := load_timed_model(directory)) is not None:
             return timed, timed.context
         with first_import():  # here: torch takes seconds to load
+            from p2ptrain.compute.device import pick_device
             from p2ptrain.compute.served_part import load_whole
+        pick_device("cpu", threads)
         part = load_whole(directory, device=device, dtype=dtype, weights=weights, adapters=adapters, on_bytes=report)
         return part, part.context
 

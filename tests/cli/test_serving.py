@@ -162,7 +162,6 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return engine, 512
 
     monkeypatch.setattr(serving, "load_local_engine", load)
-    monkeypatch.setattr(serving, "_prepare_torch", lambda directory, threads: None)
     (tmp_path / "small").mkdir()
     Tokenizer.of_bytes().save(tmp_path / "small")
     return tmp_path / "small"
