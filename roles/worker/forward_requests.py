@@ -306,7 +306,7 @@ class ForwardRequests:
             most = SHARED_CHUNK if any(stage.core.is_writing for stage in opened) else MAX_REQUEST_POSITIONS
             batch = queue.take(
                 lambda stage: stage.link is None or not stage.link.crowded,
-                most_sessions=-(-len(opened) // stages),
+                most_sessions=-(-len(opened) // stages) if part.engine.is_batched else 1,
                 most_prompt_positions=most,
             )
             if batch:

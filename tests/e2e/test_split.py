@@ -143,10 +143,10 @@ def test_ctrl_c_leaves_at_once_and_takes_nothing_from_others(cluster: Cluster) -
 
 
 def test_a_conversation_at_a_terminal(cluster: Cluster) -> None:
-    asked = ["--split", str(STAGES), "--positions", "5000", *options(4000, None)]
+    asked = ["--split", str(STAGES), "--positions", "4992", *options(4000, None)]
     terminal = Terminal("chat", *asked, *cluster.place)
     try:
-        terminal.until(r"plain turns, 5000 tokens of context.*> ")
+        terminal.until(r"plain turns, 4992 tokens of context.*> ")
         terminal.type("hello\n")
         terminal.until(r"hello\r\n.{20}")
         terminal.type("\x03")

@@ -237,10 +237,10 @@ def open_params(
     } | changes
 
 
-def session_of(session: str, index: int, **changes: Any) -> StageSession:
+def session_of(session: str, index: int, *, client: str = "", **changes: Any) -> StageSession:
     """One of three stages' session, of nobody and on no engine."""
     asked = open_params(session, "p1", index, 3, "w1" if index < 2 else "", **changes)
-    return StageSession(instance_untrusted(OpenRequest, asked), WIDTH)
+    return StageSession(instance_untrusted(OpenRequest, asked), WIDTH, client)
 
 
 def ids_work(session: str, ids: Sequence[int], *, keep: int, last: int, **changes: Any) -> tuple[ForwardRequest, bytes]:

@@ -8,7 +8,7 @@ import pytest
 
 from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ProtocolError, Refused
-from p2ptrain.core.serving import PartSpec
+from p2ptrain.core.serving import PartSpec, Preempted
 from roles.worker.part_cache import IDLE_S, Part, PartCache
 from roles.worker.stage_session import StageSession
 from tests.roles.stage_doubles import session_of
@@ -56,6 +56,35 @@ def test_a_request_keeps_computed_positions_only() -> None:
     assert session.begin(work_of(keep=4), memoryview(b"")).out_encoding == "int8"
     with pytest.raises(ProtocolError, match="the request keeps 5 positions, but the session has 4"):
         session.begin(work_of(keep=5), memoryview(b""))
+
+
+def test_positions_that_were_dropped_are_not_kept() -> None:
+    session = session_at()
+    session.position = 9
+    session.drop_positions()
+    with pytest.raises(Preempted):
+        session.begin(work_of(keep=1), memoryview(b""))
+    session.begin(work_of(keep=0), memoryview(b""))
+    session.end(work_of(keep=0))
+    session.begin(work_of(keep=4), memoryview(b""))
+
+
+def test_clients_and_encodings_share_no_blocks() -> None:
+    work = work_of(keep=0, count=130, block_hashes=bytes(32))
+    sessions = [session_at(client=client) for client in ("a", "b")] + [session_at(client="a", encoding="bf16")]
+    each = [session.begin(work, memoryview(b"")).block_hashes for session in sessions]
+    assert [len(hashes) for hashes in each] == [2, 2, 2]
+    assert len(set(each)) == 3
+    assert session_at(client="a").begin(work, memoryview(b"")).block_hashes == each[0]
+    text = work_of(keep=0, count=130, block_hashes=bytes(32), prefill=False)
+    assert session_at(client="a").begin(text, memoryview(b"")).block_hashes == (), "a prompt would be encoded otherwise"
+    assert len(session_at(prefill_encoding="fp32").begin(text, memoryview(b"")).block_hashes) == 2
+
+
+@pytest.mark.parametrize("size_bytes", [17, 48])
+def test_block_hashes_are_those_of_full_blocks(size_bytes: int) -> None:
+    with pytest.raises(ProtocolError, match="block hashes"):
+        session_at(positions=200).payload_bytes_untrusted(work_of(count=130, block_hashes=bytes(size_bytes)))
 
 
 @pytest.mark.parametrize("count", [1, 4])

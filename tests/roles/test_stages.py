@@ -14,6 +14,7 @@ from p2ptrain.core.serving import Sampling
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.forward_batch import send_forward
 from roles.model_directory import ModelDirectory
+from roles.worker.forward_requests import ROOM_S
 from roles.worker.stage_session import MOST_QUEUED, QUEUED_FROM_STAGE
 from tests.roles.stage_doubles import (
     PORT,
@@ -245,6 +246,30 @@ async def test_a_session_that_ends_or_breaks_within_a_batch_leaves_the_others(
             if answer.session != "s0":
                 generation.take(answer)
         assert generation.made == tokens_of(CONFIG, PROMPT, 3, GREEDY)
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+async def test_a_session_whose_positions_were_dropped_waits_for_room(chain: TestChain, is_closed: bool) -> None:
+    """Both sessions fit so far. The second one grows, but the first is older, though it was opened later."""
+    for name, order in (("s2", 2.0), ("s1", 1.0)):
+        await chain.open(name, order=order, positions=500)
+        chain.clients[0].give(*ids_work(name, [1] * 250, keep=0, last=1))
+        await chain.answer()
+    chain.clients[0].give(*ids_work("s2", [1] * 10, keep=250, last=1))
+    broken = await chain.answer()
+    assert isinstance(broken, ChainBroken)
+    assert (broken.session, broken.lost, broken.code) == ("s2", 0, "preempted")
+    params = {"session": "s2", "index": 0, "epoch": 1, "keep": 250, "next": place(chain.stages[1])}
+    waiting = asyncio.create_task(chain.clients[0].ask("session.resume", params, timeout_s=100))
+    chain.clients[0].give(*ids_work("s1", [1] * 100, keep=250, last=1))
+    assert not isinstance(await chain.answer(), ChainBroken)
+    await asyncio.sleep(ROOM_S - 5)  # virtual
+    assert not waiting.done()
+    if is_closed:
+        await chain.clients[0].ask("session.close", {"session": "s1", "index": 0})
+        await asyncio.sleep(1)
+        assert waiting.done()
+    assert await waiting == {"position": 0}
 
 
 async def test_a_message_of_too_many_positions_ends_the_connection(chain: TestChain) -> None:

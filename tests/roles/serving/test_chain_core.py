@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from p2ptrain.core.serving import hash_blocks
 from roles.serving import chain_core as ev
 from roles.serving.chain_core import MOST_STALLS, ChainPhase, ChainSessionCore
 from wire.chain_messages import ChainBroken
@@ -77,6 +78,51 @@ def test_a_stage_that_failed_ends_the_session() -> None:
     core.handle(ev.PassSubmitted((5,), 0, 1, 0), 0.0)
     out = core.handle(ev.StageBroken(1, ChainBroken("", 1, 1, "failed", "out of memory")), 1.0)
     assert [type(item) for item in out] == [ev.StageClose, ev.StageClose, ev.SessionFailed]
+
+
+def test_a_stage_that_drops_positions_for_older_sessions_gets_them_again() -> None:
+    """However often, up to a bound. The other stage keeps what it has."""
+    core = running()
+    (send,) = core.handle(ev.PassSubmitted((5, 6), 0, 1, 0), 0.0)
+    assert isinstance(send, ev.ForwardSend)
+    core.handle(ev.SamplesArrived(1, send.number, (7,), (1, 1)), 0.0)
+    core.handle(ev.PassSubmitted((7,), 2, 1, 1), 0.0)
+    for _ in range(ev.MOST_PREEMPTIONS):
+        asks = asks_of(core.handle(ev.StageBroken(1, ChainBroken("", core.epoch, 1, ev.PREEMPTED, "no room")), 1.0))
+        assert [(item.kind, item.stage, item.keep) for item in asks] == [("resume", 1, 2), ("resume", 0, 2)]
+        core.handle(ev.StageAnswered(1, asks[0].ask, 0), 1.0)
+        (send,) = core.handle(ev.StageAnswered(0, asks[1].ask, 2), 1.0)
+        assert isinstance(send, ev.ForwardSend)
+        assert (send.work.keep, send.work.ids, send.last) == (0, (5, 6), 1)
+    for _ in range(20):
+        out = core.handle(ev.StageBroken(1, ChainBroken("", core.epoch, 1, ev.PREEMPTED, "no room")), 1.0)
+    assert core.phase is ChainPhase.ENDED
+    assert not out
+
+
+def test_a_session_begins_with_what_all_stages_have() -> None:
+    prompt = tuple(range(200))
+    core = ChainSessionCore([1, 1], 0.0, prompt)
+    (asked,) = asks_of(core.handle(ev.Tick(), 0.0))
+    assert asked.block_hashes == hash_blocks(prompt)
+    (asked,) = asks_of(core.handle(ev.StageAnswered(1, asked.ask, 192), 0.0))
+    assert asked.block_hashes == hash_blocks(prompt)
+    assert core.handle(ev.StageAnswered(0, asked.ask, 64), 0.0) == [ev.SessionReady((), 0.0)]
+    assert core.ids == list(prompt[:64])
+    text = [*prompt, 5, 6]
+    for keep, stop, new in ((64, 150, (1,)), (150, 200, (2,)), (200, 202, ())):
+        (send,) = core.handle(ev.PassSubmitted(tuple(text[keep:stop]), keep, 0, 0, True), 0.0)
+        assert isinstance(send, ev.ForwardSend)
+        assert send.block_hashes == tuple(hash_blocks(text)[at] for at in new)
+        core.handle(ev.SamplesArrived(1, send.number, (), (1, 1)), 0.0)
+    (resumed,) = asks_of(core.handle(ev.StageLost(0, 1, "killed"), 1.0))
+    core.handle(ev.StageAnswered(1, resumed.ask, 202), 1.0)
+    (asked,) = asks_of(core.handle(ev.StageAssigned(0, 2), 1.0))
+    assert asked.block_hashes == hash_blocks(text)
+    (send,) = [
+        item for item in core.handle(ev.StageAnswered(0, asked.ask, 64), 1.0) if isinstance(item, ev.ForwardSend)
+    ]
+    assert (send.work.keep, send.last) == (64, 0), "only what the new stage lacks"
 
 
 def test_a_refusal_that_another_peer_would_repeat_ends_the_session() -> None:
