@@ -245,9 +245,9 @@ class BatchedModel:
         ids = np.random.default_rng(seed).integers(1, self._text.tokenizer.vocab_size, tokens)
         return self._text.tokenizer.backend.decode(ids.tolist())
 
-    def write(self, prompts: Sequence[str], max_new_tokens: int, *, continuous: bool) -> float:
-        """Write a text of so many tokens to each prompt, all at once. Returns the seconds that it took. Raises
-        ``JobFailed``: a text is missing."""
+    def write(self, prompts: Sequence[str], max_new_tokens: int, *, continuous: bool) -> tuple[list[list[int]], float]:
+        """Write a text of so many tokens to each prompt, all at once. Returns their tokens, and the seconds that it
+        took. Raises ``JobFailed``: a text is missing."""
         ids = [self._text.prompt_ids(prompt) for prompt in prompts]
         settings = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, use_cache=True, pad_token_id=0)
         began = time.perf_counter()
@@ -258,11 +258,12 @@ class BatchedModel:
             padded = torch.tensor([[0] * (longest - len(row)) + row for row in ids])
             mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids])
             with torch.inference_mode():
-                made = self._model.generate(padded, attention_mask=mask, generation_config=settings)[:, longest:]
+                rows = self._model.generate(padded, attention_mask=mask, generation_config=settings)
+            made = rows[:, longest:].tolist()
         seconds = time.perf_counter() - began
         if [len(row) for row in made] != [max_new_tokens] * len(prompts):
             raise JobFailed("transformers wrote texts of other lengths")
-        return seconds
+        return made, seconds
 
     def _write_continuously(self, ids: list[list[int]], settings: Any) -> list[list[int]]:
         settings.eos_token_id = -1  # it requires one; no token is

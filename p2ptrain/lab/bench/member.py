@@ -310,7 +310,8 @@ class BenchMember:
 
     async def write_batch(self, *, prompts: list[str], tokens: int, continuous: bool) -> Answer:
         assert self._batched is not None
-        return {"seconds": await asyncio.to_thread(self._batched.write, prompts, tokens, continuous=continuous)}
+        _, seconds = await asyncio.to_thread(self._batched.write, prompts, tokens, continuous=continuous)
+        return {"seconds": seconds}
 
 
 def _tile(rank: int, dtype: str, storage: np.dtype[Any]) -> npt.NDArray[Any]:
