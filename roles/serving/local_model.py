@@ -77,7 +77,7 @@ class LocalModel:
         self.busy_s, self.preemptions = 0.0, 0
         self._max_sessions, self._usual_positions = max_sessions, usual_positions
         position_bytes = engine.cache_position_bytes  # 0: unknown
-        self._most_positions = cache_bytes // position_bytes if position_bytes else 0
+        self._most_positions = max(1, cache_bytes // position_bytes) if cache_bytes and position_bytes else 0
         self._opened = 0  # sessions, closed ones too
         self._queue: PassQueue[LocalSession] = PassQueue()
         self._wake = asyncio.Event()
@@ -96,7 +96,7 @@ class LocalModel:
     ) -> LocalSession:
         """As ``ServedModel.open``. ``adapter``: as of ``StageEngine.open``."""
         self._check(positions)
-        if not self._opened:
+        if not self._tasks:  # the first session, or the first one after a defect
             self._tasks.start(self._compute_batches(), "batches")
         self._opened += 1
         session = LocalSession(self, f"session {self._opened}", positions, sample_from, priority)
@@ -247,6 +247,7 @@ class LocalSession:
         name: in the engine. positions, priority: as of ``ServedModel.open``.
         passes: those that are not answered yet, in order.
         ids: the history. computed: so many of its first positions are in the engine. cached: as of ``ModelSession``.
+        is_shared: others may begin with what it computes, as they tell their ids when they open.
         admitted: there is memory for its next pass. Until then its passes wait.
     """
 
@@ -259,7 +260,7 @@ class LocalSession:
         self.passes: deque[WaitingPass] = deque()
         self.ids: list[int] = []
         self.computed = self.cached = 0
-        self.admitted = self.closed = False
+        self.admitted = self.closed = self.is_shared = False
         self._model = model
         self._hashes: list[bytes] = []
         self._error: P2PTrainError | None = None
@@ -304,7 +305,7 @@ class LocalSession:
 
     def take_over(self, ids: Sequence[int], cached: int) -> None:
         """Begin with the first ``cached`` positions of ``ids``, which the engine has."""
-        self.ids = list(ids[:cached])
+        self.ids, self.is_shared = list(ids[:cached]), bool(ids)
         self.computed = self.cached = cached
 
     def next_turn(self) -> tuple[int, bool]:
@@ -333,7 +334,7 @@ class LocalSession:
         del hashes[full:]
         if stop // BLOCK_POSITIONS > full:
             hashes[:] = hash_blocks(self.ids[:stop], hashes)
-        new, encoding = tuple(hashes[full:]), self._model.engine.encoding
+        new, encoding = tuple(hashes[full:]) if self.is_shared else (), self._model.engine.encoding
         if stop < request.stop:
             return Pass(start, ids, stop - start, IDS, encoding, block_hashes=new)
         samples, index = request.samples, first.sample_index
@@ -371,13 +372,11 @@ class AdaptedModel:
     """A ``ServedModel``: a ``LocalModel`` with an adapter, whose passes are computed together with those of the others.
     ``adapter``: as of ``StageEngine.open``."""
 
+    preemptions = 0  # the model counts them
+
     def __init__(self, model: LocalModel, adapter: str) -> None:
         self.vocab_size, self.context, self.dtype = model.vocab_size, model.context, model.dtype
         self._model, self._adapter = model, adapter
-
-    @property
-    def preemptions(self) -> int:
-        return self._model.preemptions
 
     async def open(
         self, *, positions: int, sampling: Sampling, sample_from: int, ids: Sequence[int] = (), priority: int = 0

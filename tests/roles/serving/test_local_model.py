@@ -275,7 +275,7 @@ async def test_session_whose_memory_an_ended_one_took_is_computed_again(cached: 
     engine = engine_of()
     ids = list(range(90 if cached else 60))
     async with target_of(engine, cache_bytes=4 * BLOCK_POSITIONS * engine.cache_position_bytes) as target:
-        first = await target.open(positions=200, sampling=GREEDY, sample_from=1)
+        first = await target.open(positions=200, sampling=GREEDY, sample_from=1, ids=ids)
         await first.append(PassRequest(0, (*ids, *[1] * (37 * bool(cached))), 1))
         await first.close()
         old = await target.open(positions=200, sampling=GREEDY, sample_from=1)
@@ -349,11 +349,46 @@ async def test_texts_that_begin_alike_share_what_is_computed() -> None:
 
 
 @pytest.mark.virtual_time
+async def test_text_that_tells_no_ids_leaves_the_remembered_blocks_alone() -> None:
+    engine = engine_of()
+    async with target_of(engine) as target:
+        session = await target.open(positions=199, sampling=GREEDY, sample_from=1)
+        await session.append(PassRequest(0, (1,) * 130, 1))
+        assert not engine.remembered
+
+
+@pytest.mark.virtual_time
+async def test_model_computes_new_sessions_after_a_defect() -> None:
+    engine = engine_of()
+    run, engine.run = engine.run, lambda passes: {}  # type: ignore[method-assign]
+    unexpected: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: unexpected.append(context["exception"]))
+    async with target_of(engine) as target:
+        session = await target.open(positions=60, sampling=GREEDY, sample_from=1)
+        with refused(ResourceError, "queue failed"):
+            await session.append(PassRequest(0, (1,), 1))
+        engine.run = run  # type: ignore[method-assign]
+        again = await target.open(positions=60, sampling=GREEDY, sample_from=1)
+        async with asyncio.timeout(60):
+            assert (await again.append(PassRequest(0, (1,), 1))).tokens
+        await session.close()
+        await again.close()
+    assert len(unexpected) == 1
+
+
+async def test_memory_without_room_for_a_position_is_a_limit() -> None:
+    engine = engine_of()
+    async with target_of(engine, cache_bytes=engine.cache_position_bytes - 1) as target:
+        with refused(UserError, "sessions may take only"):
+            await target.open(positions=60, sampling=GREEDY, sample_from=1)
+
+
+@pytest.mark.virtual_time
 async def test_drafts_that_were_cut_off_are_remembered_as_what_they_are() -> None:
     engine = engine_of()
     same, wrong, right = list(range(60)), [1, 2, 3, 4, 5], [6, 7, 8, 9, 10]
     async with target_of(engine) as target:
-        first = await target.open(positions=199, sampling=GREEDY, sample_from=60)
+        first = await target.open(positions=199, sampling=GREEDY, sample_from=60, ids=same)
         for ids in (same, wrong, right):
             await first.append(PassRequest(0 if ids is same else 60, tuple(ids), 1))
         for ids in (wrong, right):
