@@ -101,6 +101,7 @@ class ForwardRequests:
             Refused: the part is absent or full, memory is short, or the next stage cannot be reached.
         """
         part = self._cache.get(request.part)
+        request = replace(request, order=max(request.order, client.since))  # no client goes before what was there
         core = StageSession(request, part.engine.width, client.peer_id)
         if (core.first, core.last) != (part.spec.start == 0, part.spec.stop == part.spec.layers):
             text = f"layers [{part.spec.start}, {part.spec.stop}) are not stage {request.index} of {request.stages}"
@@ -384,7 +385,8 @@ class ForwardRequests:
             try:
                 await self._compute.run(part.engine.reserve, positions)
             except ResourceError:
-                part.pool_positions = part.reserved_positions
+                if part.pool_positions == positions:  # nobody asks for more meanwhile
+                    part.pool_positions = part.reserved_positions
                 raise
             part.reserved_positions = max(part.reserved_positions, positions)
 

@@ -34,6 +34,7 @@ class StageClient:
     """A client's connection, on which it opens sessions.
 
     Attributes:
+        since: Unix time at which it connected.
         links: newest link of each stage to its next one. dials: those under way; their results say why others that
             want the link cannot have it.
         incoming: connections from stages before. changed: a queue of its sessions was.
@@ -41,6 +42,7 @@ class StageClient:
 
     line: Line
     peer_id: str
+    since: float
     links: dict[LinkKey, NextStage] = field(default_factory=dict)
     dials: dict[tuple[LinkKey, PeerAddress], asyncio.Future[Refused | None]] = field(default_factory=dict)
     incoming: list[Connection] = field(default_factory=list)

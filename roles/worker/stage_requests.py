@@ -105,7 +105,7 @@ class OpenRequest(Declared):
         encoding, prefill_encoding: of the outputs; the second for requests that the client marks as prefill.
         priority: requests of sessions with a lower one are computed first.
         order: the client's time at which it opened the session: one that is later loses its memory first. Equal at all
-            stages, so that of two sessions the same one goes on everywhere.
+            stages, so that of two sessions the same one goes on everywhere. At least the time at which it connected.
         block_hashes: of the first blocks of the text (``p2ptrain.core.serving.hash_blocks``), in hexadecimal: what the
             stage has of them is not computed again.
     """

@@ -175,7 +175,7 @@ class Stages:
     # --------------------------------------------------------------------------------------------------------- clients
 
     async def _serve_client(self, connection: Connection, hello: Hello) -> None:
-        client = _Client(Line(connection, QUIET_S, beat_s=BEAT_S), hello.peer_id)
+        client = _Client(Line(connection, QUIET_S, beat_s=BEAT_S), hello.peer_id, self._context.world.clock.wall())
         self._clients.add(client)
         try:
             async with client.line.keep_alive():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.core.errors import ProtocolError, Refused
+from p2ptrain.core.errors import ProtocolError, Refused, ResourceError
 from p2ptrain.core.serving import Sampling
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.forward_batch import send_forward
@@ -251,7 +251,8 @@ async def test_a_session_that_ends_or_breaks_within_a_batch_leaves_the_others(
 @pytest.mark.parametrize("is_closed", [True, False])
 async def test_a_session_whose_positions_were_dropped_waits_for_room(chain: TestChain, is_closed: bool) -> None:
     """Both sessions fit so far. The second one grows, but the first is older, though it was opened later."""
-    for name, order in (("s2", 2.0), ("s1", 1.0)):
+    now = chain.stages[0].stages._context.world.clock.wall()
+    for name, order in (("s2", now + 2), ("s1", now + 1)):
         await chain.open(name, order=order, positions=500)
         chain.clients[0].give(*ids_work(name, [1] * 250, keep=0, last=1))
         await chain.answer()
@@ -270,6 +271,39 @@ async def test_a_session_whose_positions_were_dropped_waits_for_room(chain: Test
         await asyncio.sleep(1)
         assert waiting.done()
     assert await waiting == {"position": 0}
+
+
+async def test_a_client_gets_no_memory_of_those_that_were_there_before_it_came(
+    chain: TestChain, network: MemoryNetwork
+) -> None:
+    await asyncio.sleep(1)  # virtual
+    async with client_of(network.at("other"), "w1", peer_id="other") as other:
+        now = chain.stages[1].stages._context.world.clock.wall()
+        await chain.clients[1].ask("session.open", open_params("s1", chain.parts[1], 1, 2, order=now))
+        await asyncio.sleep(1)  # virtual
+        async with client_of(network.at("third"), "w1", peer_id="third") as third:
+            await third.ask("session.open", open_params("s3", chain.parts[1], 1, 2, order=0.0))
+            await other.ask("session.open", open_params("s2", chain.parts[1], 1, 2, order=now))
+            assert list(chain.stages[1].stand_ins.engines[0].sessions) == ["s1", "s2", "s3"]
+
+
+async def test_a_smaller_need_of_memory_that_fails_leaves_a_larger_one_accounted_for(chain: TestChain) -> None:
+    stages = chain.stages[0].stages
+    part, requests = stages.cache.parts[chain.parts[0]], stages.requests
+    reserve, failures = part.engine.reserve, [ResourceError("too little memory")]
+
+    def failing(positions: int) -> None:
+        if failures:
+            raise failures.pop()
+        reserve(positions)
+
+    part.engine.reserve = failing  # type: ignore[method-assign]
+    first = asyncio.create_task(requests.reserve(part, stages.cache.grow(part, 640)))
+    await asyncio.sleep(0)
+    await requests.reserve(part, stages.cache.grow(part, 1280))
+    with pytest.raises(ResourceError):
+        await first
+    assert part.pool_positions == part.reserved_positions == 1280
 
 
 async def test_a_message_of_too_many_positions_ends_the_connection(chain: TestChain) -> None:
