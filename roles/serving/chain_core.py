@@ -44,15 +44,13 @@ from enum import Enum, auto
 
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, PeerError
 from p2ptrain.core.serving import BLOCK_POSITIONS, hash_blocks
+from roles.pass_queue import SHARED_CHUNK
 from roles.serving.model import MOST_PASSES
 from wire.chain_messages import MAX_REQUEST_POSITIONS, NEXT_LOST, PREEMPTED, UNKNOWN_PART, UNKNOWN_SESSION, ChainBroken
 
 TOO_SLOW = "too-slow"
 """Code of ``StageDeclined``, set by the client: no answer came in time."""
 
-CHUNK_AGAIN = 256
-"""Most positions in a request that rebuilds stages. ``MOST_PASSES`` of these are under way at a time: they flow through
-the chain one after another, so rebuilding takes about as long as the slowest stage needs."""
 ANSWER_S, POSITION_S = 120.0, 0.2
 """Deadline of an answer, and what each position ahead of it adds (long prompts of a large model on slow processors).
 Lost peers are detected by a closed connection or by silence instead."""
@@ -617,11 +615,12 @@ class ChainSessionCore:
         self.phase, self._mending_since, self._lost = ChainPhase.RUNNING, None, {}
 
     def _again(self, last: int) -> list[ForwardWork]:
-        """Requests that send positions to stages [0, last] again. None mixes ids of the prompt and generated ones."""
+        """Requests that send positions to stages [0, last] again, ``MOST_PASSES`` of them at a time. None mixes ids of
+        the prompt and generated ones."""
         requests: list[ForwardWork] = []
         start = min(stage.has for stage in self._stages[: last + 1])
         while start < self._needed:
-            end = min(start + CHUNK_AGAIN, self._needed)
+            end = min(start + SHARED_CHUNK, self._needed)
             prefill = self._prefilled[start]
             if (other := self._prefilled.find(not prefill, start, end)) >= 0:
                 end = other

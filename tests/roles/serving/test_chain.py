@@ -107,7 +107,7 @@ def validated(monkeypatch: pytest.MonkeyPatch) -> None:
         return instructions
 
     monkeypatch.setattr(ChainSessionCore, "handle", checked)
-    monkeypatch.setattr(chain_core, "CHUNK_AGAIN", CHUNK)
+    monkeypatch.setattr(chain_core, "SHARED_CHUNK", CHUNK)
 
 
 Fault = tuple[float, Callable[[Scene], None]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from p2ptrain.core.serving import hash_blocks
+from roles.pass_queue import SHARED_CHUNK
 from roles.serving import chain_core as ev
 from roles.serving.chain_core import MOST_STALLS, ChainPhase, ChainSessionCore
 from wire.chain_messages import ChainBroken
@@ -144,12 +145,8 @@ def test_a_new_stage_gets_the_whole_history_through_those_before_it() -> None:
     sent = [
         item for item in core.handle(ev.StageAnswered(0, resumed.ask, 1000), 11.0) if isinstance(item, ev.ForwardSend)
     ]
-    assert [(send.work.keep, len(send.work.ids), send.last) for send in sent] == [
-        (0, 256, 1),
-        (256, 256, 1),
-        (512, 256, 1),
-        (768, 232, 1),
-    ]
+    chunks = [(start, min(SHARED_CHUNK, 1000 - start), 1) for start in range(0, 1000, SHARED_CHUNK)]
+    assert [(send.work.keep, len(send.work.ids), send.last) for send in sent] == chunks
     for send in sent:
         assert core.phase is ChainPhase.MENDING, "the request under way waits"
         out = core.handle(ev.SamplesArrived(2, send.number, (), (1, 1)), 12.0)
