@@ -357,7 +357,7 @@ class ModelTextService:
 
     async def _open(self, prepared: PreparedText, priority: int) -> ModelSession:
         """Open a session of the model. If memory is short, wait for texts to end. Raises as ``ServedModel.open``."""
-        ids = prepared.ids
+        ids, until = prepared.ids, self._now() + WAIT_S
         while True:
             try:
                 return await self._served.open(
@@ -371,20 +371,21 @@ class ModelTextService:
                 if isinstance(problem, Refused) and problem.code != RefusalCode.BUSY:
                     raise
                 if not self._closing:
-                    await self._wait_for_memory(problem)
+                    await self._wait_for_memory(problem, until)
                 await self._closing.settle(timeout_s=WAIT_S)
 
-    async def _wait_for_memory(self, problem: P2PTrainError) -> None:
+    async def _wait_for_memory(self, problem: P2PTrainError, until: float) -> None:
         """Wait until a text ends, for its memory. Raises ``problem``: there is none. ``Refused``: it takes too long."""
         if not self._texts:
             raise problem
         self._ended.clear()
         try:
-            async with asyncio.timeout(WAIT_S):
+            async with asyncio.timeout(until - self._now()):
                 await self._ended.wait()
         except TimeoutError:
             text = f"the model is busy: {len(self._texts)} texts use its memory"
-            raise Refused(RefusalCode.BUSY, text, remedy="try again later, or ask for fewer tokens") from problem
+            remedy = "try again later, or ask for fewer tokens"
+            raise Refused(RefusalCode.BUSY, text, remedy=remedy, retry_after_s=round(WAIT_S)) from problem
 
 
 def _read_conversation(request: TextRequest) -> Conversation:
