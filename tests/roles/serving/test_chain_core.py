@@ -120,7 +120,7 @@ def test_a_session_begins_with_what_all_stages_have() -> None:
     core.handle(ev.StageAnswered(1, resumed.ask, 202), 1.0)
     (asked,) = asks_of(core.handle(ev.StageAssigned(0, 2), 1.0))
     assert asked.block_hashes == hash_blocks(text)
-    (send,) = [
+    send, _ = [
         item for item in core.handle(ev.StageAnswered(0, asked.ask, 64), 1.0) if isinstance(item, ev.ForwardSend)
     ]
     assert (send.work.keep, send.last) == (64, 0), "only what the new stage lacks"
