@@ -318,11 +318,11 @@ def generate(
 def serve(
     model: Annotated[Path | None, option("--model DIR", "A model; default: random ones of --sizes.")] = None,
     sizes: Annotated[str, option("--sizes LIST", "Parameters of random models: 22M, 80M.")] = "22M,80M",
-    texts: Annotated[str, option("--texts LIST", "Texts at a time.")] = "1,2,4,8,16",
+    texts: Annotated[str, option("--at-once LIST", "Texts at a time.")] = "1,2,4,8,16",
     prompt_tokens: Annotated[int, option("--prompt-tokens N", "Tokens of a prompt.", min=1, max=10_000)] = 64,
     tokens: Annotated[int, option("--tokens -n N", "New tokens per text.", min=8, max=10_000)] = 128,
-    stages: Annotated[str, option("--stages LIST", "Workers that hold the model; 0: it is whole.")] = "0,2,3",
-    rtt: Annotated[float, option("--rtt MS", "Emulated round trip between workers.", min=0, max=9999)] = 20.0,
+    stages: Annotated[str, option("--splits LIST", "Workers that hold the model; 0: it is whole.")] = "0,2,3",
+    rtt: Annotated[float, option("--round-trip MS", "Emulated round trip between workers.", min=0, max=9999)] = 20.0,
     threads: Annotated[int, option("--threads N", "CPU threads in all; 0: all cores.", min=0, max=1024)] = 0,
     rounds: Annotated[int, option("--rounds N", "Measured rounds.", min=1, max=1000)] = 3,
     arrival: Annotated[int, option("--arrival N", "Tokens of a prompt that arrives meanwhile; 0: none.", min=0)] = 1000,
@@ -338,9 +338,9 @@ def serve(
     \b
     Examples:
       p2ptrain bench serve
-      p2ptrain bench serve --sizes 22M --stages 0 --texts 1,8 --arrival 0 --question 0
-      p2ptrain bench serve --stages 2,3 --rtt 20 --json > split.json
-      p2ptrain bench serve --model runs/tiny/checkpoints/step-100 --texts 1,4
+      p2ptrain bench serve --sizes 22M --splits 0 --at-once 1,8 --arrival 0 --question 0
+      p2ptrain bench serve --splits 2,3 --round-trip 20 --json > split.json
+      p2ptrain bench serve --model runs/tiny/checkpoints/step-100 --at-once 1,4
     """
     from p2ptrain.lab.bench.generate import check_models
     from p2ptrain.lab.bench.runner import whole_numbers_of
@@ -350,7 +350,7 @@ def serve(
     chosen = [size.strip() for size in sizes.split(",")]
     for size in chosen:
         check_one_of("--sizes", size, list(RANDOM_MODELS))
-    numbers, stage_numbers = whole_numbers_of(texts, "--texts", 1, 64), whole_numbers_of(stages, "--stages", 0, 15)
+    numbers, stage_numbers = whole_numbers_of(texts, "--at-once", 1, 64), whole_numbers_of(stages, "--splits", 0, 15)
     at, cores = str(model.absolute()) if model else "", threads or os.cpu_count() or 1
     shape = (numbers, prompt_tokens, tokens, stage_numbers)
     plan = ServePlan(at, chosen, *shape, rtt, cores, rounds, arrival, question)

@@ -200,7 +200,7 @@ def show_unused_settings(text: ModelText) -> None:
 
 
 async def _of_verifier(stack: AsyncExitStack, options: TextOptions) -> TextSource:
-    wanted = options.seed, options.model
+    wanted = options.seed, options.model_name
     verifier = RedialledVerifier(*wanted, await dial_verifier(*wanted, options.verifier))
     at = verifier.client.verifier
     context = "" if verifier.context is None else f"{verifier.context} tokens of context, "
@@ -271,7 +271,7 @@ def choose_verifier(verifiers: Sequence[ServingInfo], name: str, model: str = ""
         text = f"verifiers{called} have different models"
         if len({info.peer for info in having}) == 1:
             text = f"the verifier {having[0].name} has several models"
-        raise UserError(text, remedy=f"name one with --model, or a verifier or its id with --verifier: {listed}")
+        raise UserError(text, remedy=f"name one with --model-name, or a verifier or its id with --verifier: {listed}")
     return min(having, key=lambda info: (info.sessions, info.name))
 
 

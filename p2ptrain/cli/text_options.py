@@ -81,7 +81,9 @@ class TextOptions:
     weights: WeightsOption = ""
     seed: SeedOption = ""
     verifier: str = option_field("--verifier NAME", "Name of the verifier that writes.", "")
-    model: str = option_field("--model NAME", "Name of the verifiers' model that writes.", "", callback=is_text)
+    model_name: str = option_field(
+        "--model-name NAME", "Name of the verifiers' model that writes.", "", callback=is_text
+    )
     no_speculation: bool = option_field(
         "--no-speculation", "With a verifier: use no drafters. The text is the same.", False
     )
@@ -135,7 +137,7 @@ class TextOptions:
         of_split: dict[str, object] = {"wire": self.wire, "positions": self.positions, "dry-run": self.dry_run}
         if self.by_verifier:
             of_split |= {"dtype": self.dtype, "weights": self.weights}
-        of_verifier = {"verifier": self.verifier, "model": self.model, "no-speculation": self.no_speculation}
+        of_verifier = {"verifier": self.verifier, "model-name": self.model_name, "no-speculation": self.no_speculation}
         if not self.by_verifier and (extra := next((name for name, value in of_verifier.items() if value), None)):
             remedy = "leave out --checkpoint, --job and --split"
             raise UserError(f"--{extra} does not work with --checkpoint, --job or --split", remedy=remedy)

@@ -176,7 +176,7 @@ def test_nobody_is_there(command: Command, fake_seed: Any) -> None:
     ("arguments", "said"),
     [
         (["generate", "x", "-c", "d", "--verifier", "v"], "--verifier does not work with --checkpoint"),
-        (["chat", "-c", "d", "--model", "m"], "--model does not work with --checkpoint"),
+        (["chat", "-c", "d", "--model-name", "m"], "--model-name does not work with --checkpoint"),
         (["chat", "--split", "--job", "j", "--no-speculation"], "--no-speculation does not work with --checkpoint"),
         (["generate", "x", "--device", "cuda"], "a verifier, or workers, compute the model"),
         (["chat", "--device", "cpu"], "a verifier, or workers, compute the model"),
@@ -202,10 +202,10 @@ def test_which_verifier(command: Command, fake_seed: Any, verifier: Verifier) ->
     assert command(*ask, "--verifier", PEER).code == 0
     both = [verifier.record(), verifier.record(model="other")]
     fake_seed.answers["serving.list"] = {"serving": both}
-    assert "the verifier big one has several models\n  → name one with --model" in command(*ask).err
-    assert command(*ask, "--model", "stand-in").code == 0
-    assert "no verifier has the model x" in command(*ask, "--model", "x").err
-    assert "the model other is not served here" in command(*ask, "--model", "other").err
+    assert "the verifier big one has several models\n  → name one with --model-name" in command(*ask).err
+    assert command(*ask, "--model-name", "stand-in").code == 0
+    assert "no verifier has the model x" in command(*ask, "--model-name", "x").err
+    assert "the model other is not served here" in command(*ask, "--model-name", "other").err
     busy = verifier.record(name="busy", peer="b" * 12, sessions=3, port=1)
     fake_seed.answers["serving.list"] = {"serving": [busy, verifier.record()]}
     assert command(*ask).code == 0
