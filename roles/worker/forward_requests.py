@@ -44,6 +44,8 @@ from wire.connection import Connection
 from wire.messages import Hello, RefusalCode
 
 DUPLICATE = "duplicate"
+SMALL_BATCH = 8
+"""So many texts take about as long as one: the time to read the weights. Smaller batches would only cost more."""
 ROOM_POSITIONS, ROOM_S = 4 * BLOCK_POSITIONS, 60.0
 """A session whose positions were dropped waits for memory for them and for so many more, and how long at most."""
 
@@ -298,16 +300,17 @@ class ForwardRequests:
     def _take_batch(self) -> tuple[Part | None, list[OpenStage]]:
         """The sessions whose next requests are computed together, and their part. Parts take turns.
 
-        A batch has only some of the sessions that write: the others are at the other stages meanwhile, so that all
-        stages are busy.
+        A large batch has only some of the sessions that write: the others are at the other stages meanwhile, so that
+        all stages are busy.
         """
         for part, queue in list(self._queues.items()):
             opened = self._of(part)
             stages = max([stage.core.asked.stages for stage in opened], default=1)
             most = SHARED_CHUNK if any(stage.core.is_writing for stage in opened) else MAX_REQUEST_POSITIONS
+            writing = max(SMALL_BATCH, -(-len(opened) // stages)) if part.engine.is_batched else 1
             batch = queue.take(
                 lambda stage: stage.link is None or not stage.link.crowded,
-                most_sessions=-(-len(opened) // stages) if part.engine.is_batched else 1,
+                most_sessions=writing,
                 most_prompt_positions=most,
             )
             if batch:

@@ -14,6 +14,7 @@ from p2ptrain.core.serving import Sampling
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.forward_batch import send_forward
 from roles.model_directory import ModelDirectory
+from roles.worker import forward_requests
 from roles.worker.forward_requests import ROOM_S
 from roles.worker.stage_session import MOST_QUEUED, QUEUED_FROM_STAGE
 from tests.roles.stage_doubles import (
@@ -199,7 +200,12 @@ async def test_sessions_share_the_connection_to_the_next_stage(chain: TestChain)
     }
 
 
-async def test_sessions_are_computed_together_and_all_stages_are_busy(chain: TestChain) -> None:
+@pytest.mark.parametrize("small", [1, 8])
+async def test_sessions_are_computed_together_and_all_stages_are_busy(
+    chain: TestChain, monkeypatch: pytest.MonkeyPatch, small: int
+) -> None:
+    """Small batches are not divided, because that saves no time."""
+    monkeypatch.setattr(forward_requests, "SMALL_BATCH", small)
     names = ["s1", "s2", "s3", "s4"]
     generations = [Generation(name, [*PROMPT, at], 1) for at, name in enumerate(names)]
     for name in names:
@@ -213,7 +219,7 @@ async def test_sessions_are_computed_together_and_all_stages_are_busy(chain: Tes
         prompt = [*PROMPT, generations.index(generation)]
         assert generation.made == tokens_of(CONFIG, prompt, 3, GREEDY)
     for stage in chain.stages:
-        assert stage.stand_ins.engines[0].batches == [names, *2 * [names[:2], names[2:]]]
+        assert stage.stand_ins.engines[0].batches == [names, *2 * ([names[:2], names[2:]] if small == 1 else [names])]
 
 
 async def test_a_session_that_ends_or_breaks_within_a_batch_leaves_the_others(
