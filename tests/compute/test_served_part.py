@@ -485,7 +485,7 @@ def test_a_pass_of_a_whole_model_that_fails_leaves_no_state(tmp_path: Path, fami
         raise RuntimeError("no logits")
 
     model: Any = part._model
-    hook = model._model.get_output_embeddings().register_forward_hook(fails)
+    hook = model.module.get_output_embeddings().register_forward_hook(fails)
     with pytest.raises(RuntimeError, match="no logits"):
         client.run(expected[3:4])
     hook.remove()
