@@ -34,7 +34,9 @@ NAME = "p2ptrain-batch"
 """Of ``attend_rows`` among transformers' implementations of attention. It has no masks there, so transformers makes
 none."""
 QUERIES = 8
-"""Calls of a CPU's attention with a multiple of so many queries compute each of them alike."""
+"""Calls of a CPU's attention with a multiple of so many queries compute each of them alike; twice as many where heads
+are wider than ``WIDE``."""
+WIDE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +277,9 @@ class BatchCache(_RowsCache):
         """The calls, which row each of their queries is, and which query each row is. ``share``: so many heads of a
         query have the same keys, and are queries of one head."""
         if share not in self._plans:
-            step = QUERIES // math.gcd(QUERIES, share)
+            width = max(max(shape.keys[1], shape.values[1]) for shape in self._memory.shapes)
+            queries = QUERIES if width <= WIDE else 2 * QUERIES
+            step = queries // math.gcd(queries, share)
             calls: list[_Call] = []
             padded: list[int] = []
             real: list[int] = []

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from p2ptrain.compute.activations import DTYPES
+from p2ptrain.compute.key_value_cache import WIDE, BatchCache, CacheShape, KeyValueMemory, SessionRows, _Scores
 from p2ptrain.compute.layout import layer_sizes
 from p2ptrain.compute.picking import Picker
 from p2ptrain.compute.served_part import (
@@ -598,3 +600,20 @@ def test_sessions_of_a_batch_get_the_bits_of_each_alone(tmp_path: Path, family: 
                     part.close(work.name)
     assert preempted
     assert shared
+
+
+@pytest.mark.parametrize("width", [WIDE, 2 * WIDE])
+def test_query_of_the_least_call_is_attended_as_in_a_whole_block(width: int) -> None:
+    memory = KeyValueMemory(AutoConfig.for_model("llama", num_hidden_layers=1), [], torch.float32, torch.device("cpu"))
+    memory.shapes, memory.windows = [CacheShape((2, width), (2, width))], [None]
+    generator = torch.Generator().manual_seed(1)
+    query, keys, values = (torch.randn(2, BLOCK_POSITIONS, width, generator=generator) for _ in range(3))
+    memory.layers = [(keys.transpose(0, 1), values.transpose(0, 1))]
+
+    def attend(start: int, stop: int) -> torch.Tensor:
+        cache = BatchCache(memory, [SessionRows([0], start, stop)], stop - start)
+        return cache.attend(0, query[:, start:stop], keys, values, _Scores(None, None))
+
+    whole = attend(0, BLOCK_POSITIONS)
+    for start, stop in ((9, 10), (3, 8), (20, 60)):
+        assert torch.equal(attend(start, stop), whole[:, start:stop])
