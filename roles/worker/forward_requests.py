@@ -287,7 +287,7 @@ class ForwardRequests:
         """Let the session's next request, if there is one, wait for a batch."""
         if stage.core.queue:
             work, _ = stage.core.queue[0]
-            is_long = work.prefill or not work.samples
+            is_long = work.prefill or not work.samples or work.count > SHARED_CHUNK
             queue = self._queues.setdefault(stage.part, PassQueue())
             queue.add(stage, work.count, prefill=is_long, priority=stage.core.asked.priority)
             self._wake.set()
