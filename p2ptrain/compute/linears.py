@@ -1,8 +1,9 @@
 """How a served part computes each row alike, whatever other rows a pass has (fp32 on a CPU).
 
-A CPU's product of rows and a matrix in its usual form has another order of sums for 1, for 2 to 15, and for 16 and more
-rows. With the matrix stored by columns, and as oneDNN packs it, all products of two rows or more have one order. Packed
-ones take a fixed time more per call, and then up to eight rows take hardly longer than one: so large ones are packed.
+A CPU's product of rows and a matrix in its usual form has another order of sums for 1, for 2 to 15, and for 16 and
+more rows. With the matrix packed by MKL, all numbers of rows have one order, except that of one row with a small
+matrix: then the row is computed twice. With a packed matrix one row takes about as long as with the usual one, and
+eight rows little longer. Where torch has no MKL, matrices are stored by columns: one order for two rows and more.
 
 Functions of single numbers, such as ``silu``, are computed for ``VECTOR`` numbers at once, and for the rest of an
 array, or of a thread's share of it, one by one with other roundings. So the number of rows leaves no rest.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -21,10 +23,8 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 from transformers.pytorch_utils import Conv1D
 
-LEAST_PACKED = 1 << 20
-"""Elements of a matrix from which packing is faster than columns."""
 PACKED_FOR = 16
-"""Rows that oneDNN chooses the packed form for."""
+"""Rows that MKL is told of when it packs."""
 VECTOR = 32
 """Numbers of fp32, at most, that are computed at once."""
 GRAIN = 32768
@@ -34,39 +34,44 @@ EXPERTS = "p2ptrain-rows"
 
 
 class PackedLinear(nn.Module):
-    """A linear layer with a weight that oneDNN packed."""
+    """A linear layer with a ``weight`` (outputs, inputs) that MKL packed."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.bias = linear.bias
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), PACKED_FOR)
+        self.out_features, self.in_features = weight.shape
+        self.bias = bias
+        self._packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, PACKED_FOR)
+        self._sizes = weight.new_empty(1).expand(weight.shape)  # all that the operation takes of the weight
+        rows = torch.linspace(-1, 1, 2 * self.in_features).view(2, -1)
+        self._computes_one = torch.equal(self._product(rows)[:1], self._product(rows[:1]))
 
     def forward(self, x: Tensor) -> Tensor:
-        out = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return cast(Tensor, out)
+        if self._computes_one or x.numel() > self.in_features:
+            return self._product(x)
+        return self._product(torch.cat([x, x], -2))[..., :1, :]
+
+    def _product(self, x: Tensor) -> Tensor:
+        rows = x.numel() // self.in_features
+        return cast(Tensor, torch.ops.mkl._mkl_linear(x, self._packed, self._sizes, self.bias, rows))
 
 
 def can_pack() -> bool:
     """Whether this build of torch has the operations."""
-    return torch.backends.mkldnn.is_available() and all(  # type: ignore[no-untyped-call]
-        hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise")
-    )
+    return torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear")  # type: ignore[no-untyped-call]
 
 
 def replace_linears(module: Any) -> None:
-    """Store each matrix of a part's module by columns or packed, one after the other, so that memory holds no second
-    copy of all. A matrix that the part's embedding shares is not packed."""
-    embeddings = [other for other in module.modules() if isinstance(other, nn.Embedding)]
-    looked_up = {id(other.weight) for other in embeddings}
-    for owner in [other for other in module.modules() if not isinstance(other, nn.Embedding | Conv1D)]:
+    """Pack the matrices of a part's module, or store them by columns, one after the other, so that memory holds no
+    second copy of all. An embedding keeps a matrix that it shares with the output, which has a packed copy."""
+    for owner in [other for other in module.modules() if not isinstance(other, nn.Embedding)]:
         for name, child in owner.named_children():
-            is_large = type(child) is nn.Linear and child.weight.numel() >= LEAST_PACKED
-            if is_large and id(child.weight) not in looked_up and can_pack():
-                setattr(owner, name, PackedLinear(child))
+            if can_pack() and type(child) in (nn.Linear, Conv1D):
+                weight = child.weight.detach()
+                packed = PackedLinear(weight.T.contiguous() if type(child) is Conv1D else weight, child.bias)
+                setattr(owner, name, packed)
                 child._parameters.clear()
         for weight in owner.parameters(recurse=False):
-            if weight.ndim > 1:
+            if weight.ndim > 1 and not isinstance(owner, Conv1D):
                 weight.data = weight.data.mT.contiguous().mT
         if hasattr(owner, "_apply_gate") and not (owner.has_bias or owner.is_transposed or not owner.has_gate):
             owner.config._experts_implementation = EXPERTS
@@ -87,22 +92,46 @@ def compute_experts(experts: Any, rows: Tensor, chosen: Tensor, weights: Tensor)
 ExpertsInterface.register(EXPERTS, compute_experts)
 
 
-def function_widths(module: Any) -> set[int]:
-    """How many numbers of a row a part's functions of single numbers may take: activations, the angles of positions,
-    the scores of experts."""
-    widths = {other.weight.shape[0] for other in module.modules() if isinstance(other, Conv1D)}
-    widths |= {other.in_features for other in module.modules() if hasattr(other, "in_features")}
-    widths |= {2 * len(buffer) for name, buffer in module.named_buffers() if name.endswith("inv_freq")}
-    widths |= {other.num_experts for other in module.modules() if isinstance(getattr(other, "num_experts", None), int)}
-    return widths
+@dataclass(frozen=True, slots=True)
+class RowPadding:
+    """How many rows a pass has, so that functions of single numbers leave no rest of their arrays.
+
+    Attributes:
+        least: 2 if the part has matrices that are not packed.
+        widths: numbers of a row that such functions may take: activations, the angles of positions, the scores of
+            experts. ``logits_widths``: of the logits of a row.
+    """
+
+    least: int = 1
+    widths: frozenset[int] = frozenset()
+    logits_widths: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, module: Any) -> RowPadding:
+        """For a part's module after ``replace_linears``."""
+        modules, config = [other for other in module.modules() if not isinstance(other, nn.Embedding)], module.config
+        has_others = any(weight.ndim > 1 for other in modules for weight in other.parameters(recurse=False))
+        widths = {other.weight.shape[0] for other in modules if isinstance(other, Conv1D)}
+        widths |= {other.in_features for other in modules if hasattr(other, "in_features")}
+        widths |= {2 * len(buffer) for name, buffer in module.named_buffers() if name.endswith("inv_freq")}
+        widths |= {other.num_experts for other in modules if isinstance(getattr(other, "num_experts", None), int)}
+        has_function = getattr(config, "final_logit_softcapping", None) is not None
+        return cls(2 if has_others else 1, frozenset(widths), frozenset([config.vocab_size] if has_function else []))
+
+    def rows(self, count: int) -> int:
+        """The number of rows of a pass with ``count`` rows or more."""
+        return _without_rest(max(count, self.least), self.widths)
+
+    def logits_rows(self, count: int) -> int:
+        """The number of rows that logits are computed of."""
+        return _without_rest(max(count, self.least), self.logits_widths)
 
 
-def padded_rows(count: int, widths: Collection[int], threads: int) -> int:
-    """The least number of rows from ``count`` on, and from 2, that leaves no rest of arrays of these widths."""
-    total = max(2, count)
-    while any(_has_rest(total * width, threads) for width in widths):
-        total += 1
-    return total
+def _without_rest(rows: int, widths: Collection[int]) -> int:
+    threads = torch.get_num_threads()
+    while any(_has_rest(rows * width, threads) for width in widths):
+        rows += 1
+    return rows
 
 
 def _has_rest(numel: int, threads: int) -> bool:

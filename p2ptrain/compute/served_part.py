@@ -30,7 +30,7 @@ from p2ptrain.compute.captured import MOST_NEW, Capture, CudaCapture, PassRunner
 from p2ptrain.compute.device import ComputeDevice, check_memory, pick_device, translate_out_of_memory
 from p2ptrain.compute.key_value_cache import BatchCache, KeyValueMemory, SessionCache, SessionRows, attend_in_batches
 from p2ptrain.compute.layout import LayerRange, NotSplit, layer_sizes, split_refusal
-from p2ptrain.compute.linears import function_widths, padded_rows, replace_linears
+from p2ptrain.compute.linears import RowPadding, can_pack, replace_linears
 from p2ptrain.compute.model import check_architecture, first_line, load_model, without_dropout
 from p2ptrain.compute.part import ContextLimit, OnBytes, PartAssembly, PartModel, tensors_bytes
 from p2ptrain.compute.picking import Picker
@@ -187,8 +187,11 @@ class ServedPartBuilder(PartAssembly):
         dtype = choose_dtype(config, spec.dtype)
         place = self._compute_device.torch_device
         super().__init__(config, part, names, dtype=dtype, device=place, weights=spec.weights)
+        packs = self._batches and can_pack() and (self._compute_device.kind, dtype) == ("cpu", torch.float32)
+        has_copy = packs and part.first and part.last and self._whole.tied  # of the embedding, packed for the output
+        copied_bytes = self._whole.model.get_input_embeddings().weight.nbytes if has_copy else 0
         what = f"a part of {len(part)} of {part.layers} layers"
-        check_memory(self.weights_bytes, self._compute_device, what, _SMALLER_PART)
+        check_memory(self.weights_bytes + copied_bytes, self._compute_device, what, _SMALLER_PART)
         self.allocate_quantized()
 
     def finish(self) -> ServedPart:
@@ -265,7 +268,7 @@ class ServedPart:
         self._memory = model.new_memory()
         self._tables, self._sessions = SessionTables(), dict[str, _Session]()
         self._is_reserved = False
-        self._widths: tuple[set[int], set[int]] = set(), set()  # of a row, and of its logits
+        self._padding = RowPadding()
         self._capture: Capture | None = None
         self._runners: dict[str, PassRunner] = {}  # by adapter, whose kernels are in their captures
         self._adapters = ServedAdapters(self._model.module)
@@ -273,8 +276,7 @@ class ServedPart:
             attend_in_batches(self._model.module)
             if (device.kind, dtype) == ("cpu", torch.float32):
                 replace_linears(self._model.module)
-                has_function = getattr(self._model.config, "final_logit_softcapping", None)
-                self._widths = function_widths(self._model.module), {self.vocab_size} if has_function else set()
+                self._padding = RowPadding.of(self._model.module)
         if device.kind == "cuda":
             self.capture_passes(CudaCapture(device.torch_device))
 
@@ -449,12 +451,12 @@ class ServedPart:
                 self._runners[adapter] = PassRunner(self._model, self._memory, self._capture)
             out = self._runners[adapter].forward(x, rows, wanted)
         else:
-            total, threads = padded_rows(len(x), self._widths[0], torch.get_num_threads()), torch.get_num_threads()
+            total = self._padding.rows(len(x))
             positions = torch.cat([torch.arange(each.start, each.stop) for each in rows])
             x, positions = (
                 torch.cat([both, both[-1:].expand(total - len(both), *both.shape[1:])]) for both in (x, positions)
             )
-            wanted += wanted[-1:] * (padded_rows(len(wanted), self._widths[1], threads) - len(wanted))
+            wanted += wanted[-1:] * (self._padding.logits_rows(len(wanted)) - len(wanted))
             index = torch.tensor(wanted)
             self._adapters.use([(each.session.adapter, each.work.count, each.wanted) for each in group], total)
             cache = BatchCache(self._memory, rows, total)
