@@ -263,7 +263,8 @@ class ServedPart:
         self.weights_bytes = model.weights_bytes
         self.cache_position_bytes = model.cache_position_bytes
         self.device = device.label
-        self.context, self.is_batched = model.context, batches and not model.switches
+        self.context = model.context
+        self.is_batched = batches and not model.switches and device.kind in ("cpu", "cuda")  # others never ran
         self._compute_device, self._model = device, cast(Any, model)
         self._memory = model.new_memory()
         self._tables, self._sessions = SessionTables(), dict[str, _Session]()
