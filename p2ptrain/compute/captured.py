@@ -3,8 +3,8 @@
 For few rows, launching the kernels takes a GPU longer than running them. A CUDA graph captures the kernels of a pass
 once and launches all of them in one call, on the same memory. So what differs between passes is in tensors: token ids
 or hidden states, positions, and where the memory has them. The sizes of these tensors are *buckets*: the numbers of
-sessions, of rows of each, and of positions that they attend to, each rounded up to a power of two. What is missing are
-copies of the first session's first row.
+sessions, of rows of each, and of positions that they attend to, each rounded up to a power of two. Missing rows
+are copies of their session's first one, and missing sessions copies of the first one.
 
 A part of which a capture failed, for example because its code reads a value from the device, runs as usual.
 """
@@ -15,9 +15,11 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from weakref import WeakSet
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name
 from torch import Tensor
 
 from p2ptrain.compute.key_value_cache import KeyValueMemory, PaddedCache, SessionRows
@@ -98,29 +100,23 @@ class PassRunner:
     ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """Inputs of ``CapturedPass``, and the index of each row of ``x`` among its rows."""
         sessions_count, rows_count, extent = bucket
+        given = [*zip(sessions, counts, accumulate(counts, initial=0), strict=False)]  # with each one's first row
         source: list[int] = []
         positions: list[list[int]] = []
         slots: list[Tensor] = []
-        real: list[int] = []
-        first = 0
-        read = torch.zeros(sessions_count, extent, dtype=torch.int64)
-        for number, (rows, count) in enumerate(zip(sessions, counts, strict=True)):
-            fill = rows_count - count
+        reads: list[Tensor] = []
+        for rows, count, first in given + given[:1] * (sessions_count - len(given)):
+            fill, own = rows_count - count, rows.slots(rows.start, rows.stop)
             source += [*range(first, first + count), *[first] * fill]
             positions.append([*range(rows.start, rows.stop), *[rows.start] * fill])
-            own = rows.slots(rows.start, rows.stop)
             slots.append(torch.cat([own, own[:1].expand(fill)]))
-            real += range(number * rows_count, number * rows_count + count)
-            read[number, : rows.extent] = rows.slots(0, rows.extent)
-            first += count
-        missing = sessions_count - len(sessions)
-        source += [0] * (missing * rows_count)
-        positions += [[sessions[0].start] * rows_count] * missing
-        slots += [slots[0][:1].expand(rows_count)] * missing
-        read[len(sessions) :] = read[0]
+            reads.append(F.pad(rows.slots(0, rows.extent), (0, extent - rows.extent)))
+        real = [number * rows_count + row for number, count in enumerate(counts) for row in range(count)]
         device = x.device
         at, where = torch.tensor(positions).to(device), torch.cat(slots).to(device)
-        return (x[torch.tensor(source).to(device)], at, where, read.to(device)), torch.tensor(real).to(device)
+        return (x[torch.tensor(source).to(device)], at, where, torch.stack(reads).to(device)), torch.tensor(real).to(
+            device
+        )
 
     def _known(self, bucket: Bucket) -> CapturedPass | Capture | None:
         """A capture of the bucket, or the way to make it now; None: it runs as usual."""

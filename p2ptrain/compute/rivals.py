@@ -24,19 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import ContinuousBatchingConfig as _ContinuousBatchingConfig
 from transformers import GenerationConfig as _GenerationConfig
 
-from p2ptrain.compute.device import (
-    ComputeDevice,
-    check_memory,
-    compute_flops,
-    flushed_denormals,
-    matrix_products,
-    pick_device,
-)
+from p2ptrain.compute.device import ComputeDevice, compute_flops, flushed_denormals, matrix_products, pick_device
 from p2ptrain.compute.gloo import GlooGroup, line_of
-from p2ptrain.compute.model import ModelSpec, flops_per_token, load_model, model_config, parameter_count
+from p2ptrain.compute.model import flops_per_token, parameter_count
 from p2ptrain.compute.passes import PRECISIONS, DeviceBatch, MicroBatchReader
 from p2ptrain.compute.recipe import ModelRecipe, TrainingSpec, tokenizer_and_config
-from p2ptrain.compute.served_part import choose_dtype
+from p2ptrain.compute.served_part import load_module
 from p2ptrain.compute.text import ModelText
 from p2ptrain.compute.tuning import ALL_OF_IT
 from p2ptrain.core.errors import ConfigError, ConnectionLost, JobFailed
@@ -186,7 +179,7 @@ class AssistedPair:
     def __init__(self, verifier: Path, drafter: Path | None, *, threads: int) -> None:
         place = pick_device("cpu", threads)
         self.text = ModelText(verifier)
-        self._verifier, self._drafter = _load(verifier, self.text, place), None
+        self._verifier, self._drafter = _load(verifier, place), None
         self.can_assist = False
         if drafter is not None:
             own = ModelText(drafter)
@@ -194,7 +187,7 @@ class AssistedPair:
                 sizes = f"{self.text.tokenizer.vocab_size} and {own.tokenizer.vocab_size} tokens"
                 remedy = "use two models of one family, or train a pair: p2ptrain up --profile pair"
                 raise ConfigError(f"{verifier} and {drafter} have different vocabularies: {sizes}", remedy=remedy)
-            self._drafter = _load(drafter, own, place)
+            self._drafter = _load(drafter, place)
             self.can_assist = self._verifier.config.vocab_size == self._drafter.config.vocab_size
 
     def write(
@@ -236,7 +229,7 @@ class BatchedModel:
 
     def __init__(self, directory: Path, *, threads: int, texts: int, positions: int) -> None:
         self._text = ModelText(directory)
-        self._model = _load(directory, self._text, pick_device("cpu", threads))
+        self._model = _load(directory, pick_device("cpu", threads))
         blocks = texts * (1 + -(-positions // 64))  # by default it takes most of the memory that is free
         self._room = ContinuousBatchingConfig(page_size=64, num_blocks=blocks, max_batch_tokens=texts * positions)
 
@@ -272,11 +265,8 @@ class BatchedModel:
         return [text.generated_tokens for text in found.values()]
 
 
-def _load(directory: Path, text: ModelText, place: ComputeDevice) -> Any:
+def _load(directory: Path, place: ComputeDevice) -> Any:
     """The model in the dtype of its configuration, as a served part has it. Raises as ``AssistedPair``."""
-    config = model_config(ModelSpec(path=directory), text.tokenizer.vocab_size)
-    dtype = choose_dtype(config)
-    check_memory(parameter_count(config) * dtype.itemsize, place, f"the model in {directory}", "choose a smaller one")
-    model: Any = load_model(directory, dtype, config=config)
+    model, _ = load_module(directory, place)
     model.generation_config = GenerationConfig()
-    return model.to(place.torch_device).eval()
+    return model

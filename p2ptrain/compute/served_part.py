@@ -341,7 +341,7 @@ class ServedPart:
         elif needed > most:
             text = f"a text of {positions} tokens does not fit: this part has memory for {most * BLOCK_POSITIONS}"
             raise ResourceError(text, remedy="ask for fewer tokens")
-        history = self._model.new_history() if isinstance(self._model, WholeModel) else None
+        history = TokenHistory() if isinstance(self._model, WholeModel) else None
         self._sessions[session] = _Session(picker if self._model.part.last else None, history, adapter)
         can_share = history is None and not self._model.switches
         hashes = own_hashes(adapter, block_hashes) if can_share else ()
@@ -536,7 +536,7 @@ class TokenHistory:
             Empty if there is no cache that fits ``ids``: then the next pass starts from the first token.
     """
 
-    ids: Tensor
+    ids: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     state: dict[str, Any] = field(default_factory=dict)
 
     def cut(self, keep: int) -> None:
@@ -568,13 +568,10 @@ class WholeModel:
         """Its sessions have their keys and values in their histories."""
         return KeyValueMemory(self.module.config, [], self.module.dtype, self.module.device)
 
-    def new_history(self) -> TokenHistory:
-        return TokenHistory(torch.zeros(0, dtype=torch.int64, device=self.module.device))
-
     def forward(self, x: Tensor, positions: Tensor, cache: TokenHistory, *, logits: int) -> Tensor:
         """Logits (1, ``logits``, vocab) of the last of the token ids ``x`` (1, T), which follow those in ``cache``."""
         model, goes_on = self.module, bool(cache.state) and x.shape[1] == 1
-        ids = torch.cat([cache.ids, x[0]])[None]
+        ids = torch.cat([cache.ids.to(x.device), x[0]])[None]
         state = cache.state if goes_on else {"attention_mask": torch.ones_like(ids), "use_cache": True}
         cache.state = {}  # what a failed pass leaves in the model's own cache is not used
         if model._supports_logits_to_keep():
