@@ -183,6 +183,23 @@ def hash_blocks(ids: Sequence[int], known: Sequence[bytes] = ()) -> tuple[bytes,
     return tuple(hashes)
 
 
+class HashedIds:
+    """A session's token ids as far as they were sent to be computed, and the hashes of their full blocks."""
+
+    def __init__(self, ids: Sequence[int] = ()) -> None:
+        self._ids, self._hashes = list(ids), list(hash_blocks(ids))
+
+    def append(self, keep: int, ids: Sequence[int]) -> tuple[bytes, ...]:
+        """Cut the ids to the first ``keep``, and append others. Returns the hashes of the blocks that are full then,
+        from the one of the first new position on, as of ``Pass.block_hashes``."""
+        full = keep // BLOCK_POSITIONS
+        self._ids[keep:] = ids
+        del self._hashes[full:]
+        if len(self._ids) // BLOCK_POSITIONS > full:
+            self._hashes = list(hash_blocks(self._ids, self._hashes))
+        return tuple(self._hashes[full:])
+
+
 class Preempted(ResourceError):
     """The session's positions were dropped, because older sessions need the memory: it has none now. Its owner has them
     computed again when there is room."""

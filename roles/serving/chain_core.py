@@ -43,7 +43,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, PeerError
-from p2ptrain.core.serving import BLOCK_POSITIONS, hash_blocks
+from p2ptrain.core.serving import HashedIds, hash_blocks
 from roles.pass_queue import SHARED_CHUNK
 from roles.serving.model import MOST_PASSES
 from wire.chain_messages import MAX_REQUEST_POSITIONS, NEXT_LOST, PREEMPTED, UNKNOWN_PART, UNKNOWN_SESSION, ChainBroken
@@ -291,28 +291,6 @@ class _Failures:
     preemptions: int = 0
 
 
-class SentPositions:
-    """The session's positions as the first stage has them when it has computed all that was sent, and their hashes."""
-
-    def __init__(self) -> None:
-        self._ids: list[int] = []
-        self._hashes: list[bytes] = []
-
-    def restart(self, ids: Sequence[int]) -> None:
-        """Begin a new epoch: the stages have none but these ids."""
-        self._ids, self._hashes = list(ids), list(hash_blocks(ids))
-
-    def append(self, keep: int, ids: Sequence[int]) -> tuple[bytes, ...]:
-        """Cut the positions to ``keep``, and append others. Returns the hashes of the blocks that are full then, from
-        the one of the first new position on."""
-        full = keep // BLOCK_POSITIONS
-        self._ids[keep:] = ids
-        del self._hashes[full:]
-        if len(self._ids) // BLOCK_POSITIONS > full:
-            self._hashes = list(hash_blocks(self._ids, self._hashes))
-        return tuple(self._hashes[full:])
-
-
 class ChainSessionCore:
     """One session over a chain; see the module's docstring. The first event starts it.
 
@@ -341,7 +319,7 @@ class ChainSessionCore:
         self._lost: dict[int, str] = {}  # stage -> reason, in this mending
         self._last_ask = 0
         self._prompt: Sequence[int] | None = prompt  # None: the session has begun
-        self._sent = SentPositions()
+        self._sent = HashedIds()  # as the first stage has them when it has computed all that was sent
         self._failures = _Failures()
         self._stalls = 0
 
@@ -605,7 +583,7 @@ class ChainSessionCore:
             self.ids = list(self._prompt[: min(stage.has for stage in self._stages)])
             self._prefilled = bytearray(b"\1" * len(self.ids))
             self._prompt = None
-        self._sent.restart(self.ids)
+        self._sent = HashedIds(self.ids)
         lacking = [index for index, stage in enumerate(self._stages) if stage.has < self._needed]
         if lacking:
             self.awaited.extend(self._again(lacking[-1]))

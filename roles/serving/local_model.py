@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from p2ptrain.compute import first_import
@@ -20,6 +20,7 @@ from p2ptrain.core.activations import IDS, encode_ids
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, Refused, ResourceError, UserError
 from p2ptrain.core.serving import (
     BLOCK_POSITIONS,
+    HashedIds,
     Pass,
     Preempted,
     Ran,
@@ -247,7 +248,6 @@ class LocalSession:
         name: in the engine. positions, priority: as of ``ServedModel.open``.
         passes: those that are not answered yet, in order.
         ids: the history. computed: so many of its first positions are in the engine. cached: as of ``ModelSession``.
-        is_shared: others may begin with what it computes, as they tell their ids when they open.
         admitted: there is memory for its next pass. Until then its passes wait.
     """
 
@@ -260,9 +260,9 @@ class LocalSession:
         self.passes: deque[WaitingPass] = deque()
         self.ids: list[int] = []
         self.computed = self.cached = 0
-        self.admitted = self.closed = self.is_shared = False
+        self.admitted = self.closed = False
         self._model = model
-        self._hashes: list[bytes] = []
+        self._sent: HashedIds | None = None  # None: no others will begin alike, as they do not tell their ids
         self._error: P2PTrainError | None = None
 
     async def append(self, request: PassRequest) -> PassResult:
@@ -305,7 +305,8 @@ class LocalSession:
 
     def take_over(self, ids: Sequence[int], cached: int) -> None:
         """Begin with the first ``cached`` positions of ``ids``, which the engine has."""
-        self.ids, self.is_shared = list(ids[:cached]), bool(ids)
+        self.ids = list(ids[:cached])
+        self._sent = HashedIds(self.ids) if ids else None
         self.computed = self.cached = cached
 
     def next_turn(self) -> tuple[int, bool]:
@@ -329,16 +330,12 @@ class LocalSession:
         rows = max(request.samples, len(request.targets))
         if stop - start > most_positions and stop - rows > start:
             stop = min(start + most_positions, stop - rows)
-        ids = memoryview(encode_ids(self.ids[start:stop]))
-        hashes, full = self._hashes, start // BLOCK_POSITIONS
-        del hashes[full:]
-        if stop // BLOCK_POSITIONS > full:
-            hashes[:] = hash_blocks(self.ids[:stop], hashes)
-        new, encoding = tuple(hashes[full:]) if self.is_shared else (), self._model.engine.encoding
+        new = self.ids[start:stop]
+        hashes = self._sent.append(start, new) if self._sent is not None else ()
+        work = Pass(start, memoryview(encode_ids(new)), len(new), IDS, self._model.engine.encoding, block_hashes=hashes)
         if stop < request.stop:
-            return Pass(start, ids, stop - start, IDS, encoding, block_hashes=new)
-        samples, index = request.samples, first.sample_index
-        return Pass(start, ids, stop - start, IDS, encoding, samples, index, request.targets, new)
+            return work
+        return replace(work, samples=request.samples, sample_index=first.sample_index, targets=request.targets)
 
     def end_pass(self, work: Pass, ran: Ran | P2PTrainError, took_s: float) -> None:
         """Take the result of ``work``, whose batch took ``took_s``."""
