@@ -150,9 +150,6 @@ class SessionTables:
     def __contains__(self, name: str) -> bool:
         return name in self._tables
 
-    def __len__(self) -> int:
-        return len(self._tables)
-
     def __iter__(self) -> Iterator[str]:
         return iter(self._tables)
 

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from typing import Any
 
 from p2ptrain.core.activations import encode_ids
-from p2ptrain.core.errors import ConfigError, P2PTrainError, ResourceError, UserError
+from p2ptrain.core.errors import ConfigError, ResourceError, UserError
 
 COLDEST = 1e-4
 """Up to this temperature the likeliest token is taken: scaled logits would overflow, and leave no distribution."""
@@ -218,13 +218,6 @@ class Ran:
     payload: memoryview
     tokens: tuple[int, ...]
     scores: bytes = b""
-
-
-def result_of(ran: Ran | P2PTrainError) -> Ran:
-    """Return the result of a pass, or raise its error."""
-    if isinstance(ran, P2PTrainError):
-        raise ran
-    return ran
 
 
 class StopStrings:

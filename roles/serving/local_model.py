@@ -251,7 +251,6 @@ class LocalSession:
         admitted: there is memory for its next pass. Until then its passes wait.
     """
 
-    lost = False  # only a pass can fail, and its caller gets the error
     most_passes = 1  # one thread computes them
 
     def __init__(self, model: LocalModel, name: str, positions: int, sample_from: int, priority: int) -> None:

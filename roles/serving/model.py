@@ -79,9 +79,6 @@ class ModelSession(Protocol):
     def most_passes(self) -> int: ...
     @property
     def cached(self) -> int: ...
-    @property
-    def lost(self) -> bool:
-        """The session has failed, in use or not, and can only be closed."""
 
     async def append(self, request: PassRequest) -> PassResult:
         """Compute a pass of up to ``MAX_REQUEST_POSITIONS`` token ids. It may be called again before the answer, for a

@@ -18,8 +18,8 @@ from p2ptrain.compute import captured
 from p2ptrain.compute.captured import MOST_NEW, PASSES_BEFORE_CAPTURE
 from p2ptrain.compute.served_part import ServedPart, load_whole
 from p2ptrain.core.activations import encode_ids
-from p2ptrain.core.serving import Pass, Sampling, result_of
-from tests.run_one import run_one
+from p2ptrain.core.serving import Pass, Sampling
+from tests.run_one import result_of, run_one
 
 from .families import FAMILIES, VOCAB, make, make_unsplit
 from .kernel_recorder import KernelRecorder

@@ -16,7 +16,8 @@ from p2ptrain.compute.served_adapters import LowRankFactors
 from p2ptrain.compute.served_part import ServedPart, load_whole
 from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import UserError
-from p2ptrain.core.serving import BLOCK_POSITIONS, Pass, Ran, Sampling, hash_blocks, result_of
+from p2ptrain.core.serving import BLOCK_POSITIONS, Pass, Ran, Sampling, hash_blocks
+from tests.run_one import result_of
 
 from .families import VOCAB, generated, make, make_unsplit
 from .kernel_recorder import KernelRecorder

@@ -289,7 +289,6 @@ class SlowSession:
     stages: int = 1
     hop_s: float = 0.0
     most_passes: int = 1
-    lost: bool = False
     cached: int = 0
     turns: Sequence[asyncio.Lock] = ()
 
