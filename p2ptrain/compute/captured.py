@@ -100,12 +100,12 @@ class PassRunner:
     ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """Inputs of ``CapturedPass``, and the index of each row of ``x`` among its rows."""
         sessions_count, rows_count, extent = bucket
-        given = [*zip(sessions, counts, accumulate(counts, initial=0), strict=False)]  # with each one's first row
+        owners = [*zip(sessions, counts, accumulate(counts, initial=0), strict=False)]  # with each one's first row
         source: list[int] = []
         positions: list[list[int]] = []
         slots: list[Tensor] = []
         reads: list[Tensor] = []
-        for rows, count, first in given + given[:1] * (sessions_count - len(given)):
+        for rows, count, first in owners + owners[:1] * (sessions_count - len(owners)):
             fill, own = rows_count - count, rows.slots(rows.start, rows.stop)
             source += [*range(first, first + count), *[first] * fill]
             positions.append([*range(rows.start, rows.stop), *[rows.start] * fill])
@@ -114,9 +114,8 @@ class PassRunner:
         real = [number * rows_count + row for number, count in enumerate(counts) for row in range(count)]
         device = x.device
         at, where = torch.tensor(positions).to(device), torch.cat(slots).to(device)
-        return (x[torch.tensor(source).to(device)], at, where, torch.stack(reads).to(device)), torch.tensor(real).to(
-            device
-        )
+        inputs = x[torch.tensor(source).to(device)], at, where, torch.stack(reads).to(device)
+        return inputs, torch.tensor(real).to(device)
 
     def _known(self, bucket: Bucket) -> CapturedPass | Capture | None:
         """A capture of the bucket, or the way to make it now; None: it runs as usual."""
