@@ -308,11 +308,14 @@ class StageEngine(Protocol):
     def run(self, passes: Mapping[str, Pass]) -> dict[str, Ran | P2PTrainError]:
         """Compute a pass of each of these sessions, in one batch where the model allows it.
 
-        The error of a pass does not concern the others; its session is as before, or is cut to ``keep``:
+        The error of a pass does not concern the others; its session is as before, or is cut to ``keep``, if not more is
+        said:
 
             ProtocolError: ``keep`` is beyond the history, a token id is not in the vocabulary, the session would become
                 too long, or the payload is malformed.
-            Preempted: there is no memory for its new positions.
+            Preempted: there is no memory for its new positions; the session has none any more.
+            JobFailed: hidden states or logits are not finite.
+            ResourceError: the device is out of memory, or scores need more than it has.
         """
 
     def close(self, session: str) -> None:

@@ -2,7 +2,8 @@
 
 ``ServedPart`` and its builder implement ``roles.engine.StageEngine`` and ``PartBuilder`` structurally, because compute
 imports no roles. A session is a ``BlockTable`` of keys and values and, on the last stage, a ``Picker``. A request that
-is refused (``ProtocolError``) leaves its session as it was; any other failure cuts it to ``keep`` positions.
+is refused (``ProtocolError``) leaves its session as it was; any other failure cuts it to ``keep`` positions, or, if the
+session was preempted, to none.
 
 A model that does not split is served whole, by ``WholeModel``.
 """

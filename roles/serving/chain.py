@@ -71,8 +71,8 @@ class StageAssignment:
 class StageChain:
     """A ``ServedModel``: a chain whose stages hold their parts. Made by ``load``.
 
-    Several sessions are in the chain at once, at different stages. If a stage is lost during a pass, the pass takes
-    longer and gives the same samples.
+    Several sessions are in the chain at once, some of them in one pass of a stage. If a stage is lost during a pass,
+    the pass takes longer and gives the same samples.
 
     Attributes:
         plan: which worker holds which part now.

@@ -26,7 +26,7 @@ which all stages are missing. It begins with the positions of its prompt that al
     all hold these positions                        Send the passes under way again, in order: RUNNING
 
 Repeated requests give the same tokens, because samples are numbered. But a rebuilt stage computed its positions in
-other batches, so a token may differ where rounding decides between two (rare in fp32, not in bf16).
+other batches, so a token may differ where rounding decides between two (``compute.linears`` says where it does not).
 
 If a stage dropped the session's positions for older sessions, the session is mended, and the stage answers the resume
 when it has room. If it reports another failure of its own, the session ends. If a stage cannot reach the next one, the

@@ -139,7 +139,7 @@ class ServeCase:
             title = f"{min(WRITING, max(plan.texts))} and a prompt of {plan.arrival}"
             work["arrival"] = title, self._sample_arrival
         if plan.question:
-            work["turn 1"] = "a chat's first turn", partial(self._sample_chat, "turn 1")
+            work["turn 1"] = "a chat, nothing of it cached", partial(self._sample_chat, "turn 1")
             work["turn 2"] = "its second turn", partial(self._sample_chat, "turn 2")
         self.contenders |= {name: Contender(title) for name, (title, _) in work.items()}
 
