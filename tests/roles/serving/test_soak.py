@@ -68,13 +68,7 @@ async def test_texts_of_a_whole_model_are_those_that_it_writes_alone(family: str
     await alone.close()
     world = World(LoopClock(), MemoryNetwork(), RealDisk(), random.Random(1), threads)
     model = await load(tmp_path / "model", threads, BLOCKS)
-    soak = Soak(model, world, words, wanted)
-    await soak.run(rng, at_a_time=8, pause=lambda: rng.expovariate(20))
-    await model.close()
-    assert not soak.failed
-    assert soak.cached > 0, "texts that begin alike share blocks"
-    assert model.preemptions > 0, "there is too little memory for eight texts"
-    assert soak.ended > len(wanted) / 2
+    await write_with_little_memory(Soak(model, world, words, wanted), model, rng, len(wanted))
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -87,12 +81,17 @@ async def test_texts_of_a_whole_model_are_right_with_little_memory(seed: int, tm
     model = LocalModel(engine, ComputeThread(threads), LoopClock(), context=CONTEXT, cache_bytes=cache_bytes)
     world = World(LoopClock(), MemoryNetwork(), RealDisk(), random.Random(1), threads)
     soak = Soak(model, world, tmp_path / "words", requests)
+    await write_with_little_memory(soak, model, rng, len(requests))
+
+
+async def write_with_little_memory(soak: Soak, model: LocalModel, rng: random.Random, count: int) -> None:
+    """Run the soak of ``count`` texts, and check what came of it."""
     await soak.run(rng, at_a_time=8, pause=lambda: rng.expovariate(20))
     await model.close()
     assert not soak.failed
     assert soak.cached > 0, "texts that begin alike share blocks"
     assert model.preemptions > 0, "there is too little memory for eight texts"
-    assert soak.ended > len(requests) / 2
+    assert soak.ended > count / 2
 
 
 @pytest.mark.parametrize("seed", range(2))
