@@ -5,7 +5,7 @@ Each layer has one tensor of keys and one of values, in blocks of ``BLOCK_POSITI
 terms of transformers, are the same memory in a pass:
 
     SessionCache  one session, of any model: transformers makes the mask.
-    BatchCache    many sessions: ``attend`` is the model's attention, and computes each session by itself.
+    BatchCache    many sessions: ``attend`` is the model's attention, which computes each session by itself.
     PaddedCache   many sessions that have few rows each, in one call on copies of their keys, as suits a GPU.
 
 The result of a row of ``BatchCache`` depends on its session alone. On a CPU, attention's sums depend on how many
@@ -223,15 +223,51 @@ class _RowsCache(Cache):
         return self._start
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Call:
-    """One call of attention: queries [first, last) of the padded ones, at ``positions``; keys [0, extent)."""
+    """One call of attention, for blocks of queries that have as many queries and keys as each other.
 
-    session: int
-    first: int
-    last: int
-    positions: Tensor
+    Attributes:
+        positions: of the queries of each block. extent: their keys are at positions [0, ``extent``).
+        first: where the memory has the first key of the first block; that of each other is ``distance`` further.
+        scattered: where the memory has the keys of the only block, if that is not in order.
+    """
+
+    positions: list[list[int]]
     extent: int
+    first: int
+    distance: int = 0
+    scattered: Tensor | None = None
+
+    def add(self, positions: list[int], extent: int, first: int) -> bool:
+        """Compute another block, too, if it has as many queries and keys, and its keys are as far from those of the
+        last one as these from those before."""
+        distance = first - self.first if len(self.positions) == 1 else self.distance
+        fits = (len(positions), extent) == (len(self.positions[0]), self.extent) and self.scattered is None
+        if not fits or distance <= 0 or first != self.first + distance * len(self.positions):
+            return False
+        self.distance = distance
+        self.positions.append(positions)
+        return True
+
+    def keys_in(self, tensor: Tensor, heads: int, start: int) -> Tensor:
+        """The keys or values (B, ``heads``, length, width) from position ``start``, of ``tensor`` (heads, ..., width),
+        whose only head may stand for all."""
+        if self.scattered is not None:
+            return tensor.index_select(1, self.scattered[start:])[None].expand(-1, heads, -1, -1)
+        to_head, to_position, to_number = tensor.stride()
+        sizes = len(self.positions), heads, self.extent - start, tensor.shape[-1]
+        strides = self.distance * to_position, to_head if len(tensor) > 1 else 0, to_position, to_number
+        return tensor.as_strided(sizes, strides, tensor.storage_offset() + (self.first + start) * to_position)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The calls of a pass. ``padded``: which row each of their queries is. ``real``: which query each row is."""
+
+    calls: list[_Call]
+    padded: Tensor
+    real: Tensor
 
 
 class BatchCache(_RowsCache):
@@ -240,73 +276,69 @@ class BatchCache(_RowsCache):
     def __init__(self, memory: KeyValueMemory, sessions: Sequence[SessionRows], total: int) -> None:
         slots = torch.cat([rows.slots(rows.start, rows.stop) for rows in sessions])
         slots = torch.cat([slots, slots[-1:].expand(total - len(slots))])
-        reads = [rows.slots(0, rows.extent) for rows in sessions]
-        super().__init__(memory, slots, torch.cat(reads), max(rows.start for rows in sessions))
+        has_latent = any(shape.is_latent for shape in memory.shapes)
+        read = torch.cat([rows.slots(0, rows.extent) for rows in sessions]) if has_latent else slots
+        super().__init__(memory, slots, read, max(rows.start for rows in sessions))
         self._sessions = sessions
-        self._scattered = [None if rows.is_adjacent else read for rows, read in zip(sessions, reads, strict=True)]
-        self._plans: dict[int, tuple[list[_Call], Tensor, Tensor]] = {}
-        self._masks: dict[tuple[int, int | None], list[Tensor]] = {}
+        self._plans: dict[tuple[int, bool], _Plan] = {}
+        self._masks: dict[tuple[int, bool, int | None], list[tuple[int, Tensor]]] = {}
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scores: _Scores) -> Tensor:
         """Attention of all rows: (heads, T, width)."""
         # A call for one head would share out its sums over threads by the number of queries.
         heads = len(query) if len(keys) == 1 else len(keys)
-        calls, padded, real = self._plan(len(query) // heads)
-        masks = self._mask(len(query) // heads, self._memory.windows[layer])
-        is_latent = self._memory.shapes[layer].is_latent
-        both = [self._keys_of(keys, is_latent), self._keys_of(values, is_latent)]
-        queries, outs = query.index_select(1, padded), []
-        for call, mask in zip(calls, masks, strict=True):
-            q = queries[:, call.first : call.last].reshape(1, heads, -1, query.shape[-1])
-            first = call.extent - mask.shape[-1]
-            k, v = (x[call.session][None, :, first : call.extent].expand(-1, heads, -1, -1) for x in both)
-            outs.append(scores.attend(q, k, v, mask).reshape(len(query), call.last - call.first, -1))
-        return torch.cat(outs, 1).index_select(1, real)
+        share, is_latent = len(query) // heads, self._memory.shapes[layer].is_latent
+        plan = self._plan(share, is_latent)
+        masks = self._mask(share, is_latent, self._memory.windows[layer])
+        queries, outs, done = query.index_select(1, plan.padded), [], 0
+        for call, (start, mask) in zip(plan.calls, masks, strict=True):
+            count = len(call.positions) * len(call.positions[0])
+            k, v = call.keys_in(keys, heads, start), call.keys_in(values, heads, start)
+            outs.append(attend_heads(queries[:, done : done + count], k, v, mask, scores))
+            done += count
+        return torch.cat(outs, 1).index_select(1, plan.real)
 
-    def _keys_of(self, tensor: Tensor, is_latent: bool) -> Sequence[Tensor]:
-        """The keys or values of each session (heads, extent, width)."""
-        if is_latent:
-            return torch.split(tensor, [rows.extent for rows in self._sessions], 1)
-        firsts = (rows.table[0] * BLOCK_POSITIONS for rows in self._sessions)
-        return [
-            tensor[:, first : first + rows.extent] if scattered is None else tensor.index_select(1, scattered)
-            for first, rows, scattered in zip(firsts, self._sessions, self._scattered, strict=True)
-        ]
-
-    def _plan(self, share: int) -> tuple[list[_Call], Tensor, Tensor]:
-        """The calls, which row each of their queries is, and which query each row is. ``share``: so many heads of a
-        query have the same keys, and are queries of one head."""
-        if share not in self._plans:
+    def _plan(self, share: int, is_latent: bool) -> _Plan:
+        """``share``: so many heads of a query have the same keys, and are queries of one head."""
+        if (share, is_latent) not in self._plans:
             width = max(max(shape.keys[1], shape.values[1]) for shape in self._memory.shapes)
             queries = QUERIES if width <= WIDE else 2 * QUERIES
             step = queries // math.gcd(queries, share)
             calls: list[_Call] = []
             padded: list[int] = []
             real: list[int] = []
-            for session, rows in enumerate(self._sessions):
-                for start in range(rows.start // BLOCK_POSITIONS * BLOCK_POSITIONS, rows.stop, BLOCK_POSITIONS):
-                    positions = range(max(start, rows.start), min(start + BLOCK_POSITIONS, rows.stop))
-                    fill = -len(positions) % step
-                    first, row = len(padded), len(real)
-                    at = torch.tensor([*positions, *[positions[-1]] * fill])
-                    padded += [*range(row, row + len(positions)), *[row + len(positions) - 1] * fill]
-                    real += range(first, first + len(positions))
-                    calls.append(_Call(session, first, len(padded), at, start + BLOCK_POSITIONS))
+            before = 0  # positions of other sessions that a latent layer expands
+            for rows in self._sessions:
+                scattered = None if is_latent or rows.is_adjacent else rows.slots(0, rows.extent)
+                first = before if is_latent else rows.table[0] * BLOCK_POSITIONS
+                before += rows.extent
+                for begin in range(rows.start // BLOCK_POSITIONS * BLOCK_POSITIONS, rows.stop, BLOCK_POSITIONS):
+                    positions = [*range(max(begin, rows.start), min(begin + BLOCK_POSITIONS, rows.stop))]
+                    row, count, fill = len(real), len(positions), -len(positions) % step
+                    real += range(len(padded), len(padded) + count)
+                    padded += [*range(row, row + count), *[row + count - 1] * fill]
+                    positions += positions[-1:] * fill
+                    extent = begin + BLOCK_POSITIONS
+                    if scattered is not None:
+                        calls.append(_Call([positions], extent, first, scattered=scattered[:extent]))
+                    elif not calls or not calls[-1].add(positions, extent, first):
+                        calls.append(_Call([positions], extent, first))
             real += [real[-1]] * (len(self._slots) - len(real))
-            self._plans[share] = calls, torch.tensor(padded), torch.tensor(real)
-        return self._plans[share]
+            self._plans[share, is_latent] = _Plan(calls, torch.tensor(padded), torch.tensor(real))
+        return self._plans[share, is_latent]
 
-    def _mask(self, share: int, window: int | None) -> list[Tensor]:
-        """By call: its mask (T, keys), for the keys up to its extent. With a window these begin with the first block
-        that the first position of the queries' block attends to."""
-        if (share, window) not in self._masks:
+    def _mask(self, share: int, is_latent: bool, window: int | None) -> list[tuple[int, Tensor]]:
+        """By call: the position of its first key, and its mask (B, 1, T, keys). With a window it begins with the first
+        block that the first position of the queries' block attends to."""
+        if (share, is_latent, window) not in self._masks:
             dtype, masks = self._memory.layers[0][0].dtype, []
-            for call in self._plan(share)[0]:
+            for call in self._plan(share, is_latent).calls:
                 first = 0 if window is None else max(0, call.extent - BLOCK_POSITIONS - window + 1)
-                keys = torch.arange(first // BLOCK_POSITIONS * BLOCK_POSITIONS, call.extent)
-                masks.append(mask_of(call.positions, keys, window, dtype).repeat(share, 1))
-            self._masks[share, window] = masks
-        return self._masks[share, window]
+                start = first // BLOCK_POSITIONS * BLOCK_POSITIONS
+                mask = mask_of(torch.tensor(call.positions), torch.arange(start, call.extent), window, dtype)
+                masks.append((start, mask.repeat(1, share, 1)[:, None]))
+            self._masks[share, is_latent, window] = masks
+        return self._masks[share, is_latent, window]
 
 
 class PaddedCache(_RowsCache):
@@ -319,16 +351,24 @@ class PaddedCache(_RowsCache):
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scores: _Scores) -> Tensor:
         """Attention of all rows: (heads, S R, width)."""
-        sessions, rows = self._positions.shape
+        sessions = len(self._positions)
         if not self._memory.shapes[layer].is_latent:
             keys, values = keys.index_select(1, self._read), values.index_select(1, self._read)
         k, v = (x.reshape(len(x), sessions, self._extent, -1).transpose(0, 1) for x in (keys, values))
-        share = len(query) // len(keys)  # so many heads of a query have the same keys, and are queries of one head
-        q = query.view(len(keys), share, sessions, rows, -1).permute(2, 0, 1, 3, 4).flatten(2, 3)
         every = torch.arange(self._extent, device=query.device)
-        mask = mask_of(self._positions, every, self._memory.windows[layer], query.dtype).repeat(1, share, 1)
-        out = scores.attend(q, k, v, mask[:, None]).reshape(sessions, len(keys), share, rows, -1)
-        return out.permute(1, 2, 0, 3, 4).reshape(len(query), sessions * rows, -1)
+        mask = mask_of(self._positions, every, self._memory.windows[layer], query.dtype)
+        return attend_heads(query, k, v, mask.repeat(1, len(query) // len(keys), 1)[:, None], scores)
+
+
+def attend_heads(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: _Scores) -> Tensor:
+    """Attention of the queries of B sessions, one session after another: (heads, B T, width). The queries of heads that
+    share keys and values (B, their heads, length, width) are queries of one head for the ``mask``
+    (B, 1, share T, length)."""
+    sessions, heads = keys.shape[:2]
+    share, rows = len(query) // heads, query.shape[1] // sessions
+    q = query.view(heads, share, sessions, rows, -1).permute(2, 0, 1, 3, 4).flatten(2, 3)
+    out = scores.attend(q, keys, values, mask).view(sessions, heads, share, rows, -1)
+    return out.permute(1, 2, 0, 3, 4).reshape(len(query), sessions * rows, -1)
 
 
 def mask_of(positions: Tensor, keys: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:

@@ -1,9 +1,9 @@
 """How a served part computes each row alike, whatever other rows a pass has (fp32 on a CPU).
 
 A CPU's product of rows and a matrix in its usual form has another order of sums for 1, for 2 to 15, and for 16 and
-more rows. With the matrix packed by MKL, all numbers of rows have one order, except that of one row with a small
-matrix: then the row is computed twice. With a packed matrix one row takes about as long as with the usual one, and
-eight rows little longer. Where torch has no MKL, matrices are stored by columns: one order for two rows and more.
+more rows. With the matrix packed by oneDNN, all numbers of rows from two on have one order, so a pass has two rows at
+least. It is also faster than the usual product, on some processors twice as fast. Where torch has no oneDNN, matrices
+are stored by columns: one order for two rows and more, too.
 
 Functions of single numbers, such as ``silu``, are computed for ``VECTOR`` numbers at once, and for the rest of an
 array, or of a thread's share of it, one by one with other roundings. So the number of rows leaves no rest.
@@ -13,8 +13,9 @@ array, or of a thread's share of it, one by one with other roundings. So the num
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,8 +24,6 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 from transformers.pytorch_utils import Conv1D
 
-PACKED_FOR = 16
-"""Rows that MKL is told of when it packs."""
 VECTOR = 32
 """Numbers of fp32, at most, that are computed at once."""
 GRAIN = 32768
@@ -34,30 +33,21 @@ EXPERTS = "p2ptrain-rows"
 
 
 class PackedLinear(nn.Module):
-    """A linear layer with a ``weight`` (outputs, inputs) that MKL packed."""
+    """A linear layer with a ``weight`` (outputs, inputs) that oneDNN packed."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bias = bias
-        self._packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, PACKED_FOR)
-        self._sizes = weight.new_empty(1).expand(weight.shape)  # all that the operation takes of the weight
-        rows = torch.linspace(-1, 1, 2 * self.in_features).view(2, -1)
-        self._computes_one = torch.equal(self._product(rows)[:1], self._product(rows[:1]))
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._computes_one or x.numel() > self.in_features:
-            return self._product(x)
-        return self._product(torch.cat([x, x], -2))[..., :1, :]
-
-    def _product(self, x: Tensor) -> Tensor:
-        rows = x.numel() // self.in_features
-        return cast(Tensor, torch.ops.mkl._mkl_linear(x, self._packed, self._sizes, self.bias, rows))
+        return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], ""))
 
 
 def can_pack() -> bool:
     """Whether this build of torch has the operations."""
-    return torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear")  # type: ignore[no-untyped-call]
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # type: ignore[no-untyped-call]
 
 
 def replace_linears(module: Any) -> None:
@@ -70,21 +60,34 @@ def replace_linears(module: Any) -> None:
                 packed = PackedLinear(weight.T.contiguous() if type(child) is Conv1D else weight, child.bias)
                 setattr(owner, name, packed)
                 child._parameters.clear()
-        for weight in owner.parameters(recurse=False):
-            if weight.ndim > 1 and not isinstance(owner, Conv1D):
-                weight.data = weight.data.mT.contiguous().mT
         if hasattr(owner, "_apply_gate") and not (owner.has_bias or owner.is_transposed or not owner.has_gate):
             owner.config._experts_implementation = EXPERTS
+            owner.gate_width = owner.down_proj.shape[-1]
+            owner.products = [_products(owner._parameters.pop(name)) for name in ("gate_up_proj", "down_proj")]
+        for weight in owner.parameters(recurse=False):
+            if weight.ndim > 1 and not isinstance(owner, Conv1D):
+                weight.data = _by_columns(weight.data)
+
+
+def _products(experts: Tensor) -> list[Callable[[Tensor], Tensor]]:
+    """The product with each expert's matrix (outputs, inputs)."""
+    weights = experts.detach().unbind()
+    return [PackedLinear(each, None) if can_pack() else partial(F.linear, weight=_by_columns(each)) for each in weights]
+
+
+def _by_columns(weight: Tensor) -> Tensor:
+    return weight.mT.contiguous().mT
 
 
 def compute_experts(experts: Any, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """The weighted sum of the outputs of each row's experts. ``rows``: (T, width); ``chosen``, ``weights``: (T, k)."""
-    out = torch.zeros_like(rows)
+    out, (gate_up, down) = torch.zeros_like(rows), experts.products
     for expert in torch.unique(chosen).tolist():
         row, place = torch.where(chosen == expert)
         if expert < experts.num_experts:
-            x = rows[row if len(row) > 1 else row.repeat(2)]
-            x = F.linear(experts._apply_gate(F.linear(x, experts.gate_up_proj[expert])), experts.down_proj[expert])
+            count = _without_rest(max(len(row), 2), [experts.gate_width])
+            x = rows[torch.cat([row, row[-1:].expand(count - len(row))])]
+            x = down[expert](experts._apply_gate(gate_up[expert](x)))
             out.index_add_(0, row, x[: len(row)] * weights[row, place, None])
     return out
 
@@ -97,7 +100,7 @@ class RowPadding:
     """How many rows a pass has, so that functions of single numbers leave no rest of their arrays.
 
     Attributes:
-        least: 2 if the part has matrices that are not packed.
+        least: of products, see above.
         widths: numbers of a row that such functions may take: activations, the angles of positions, the scores of
             experts. ``logits_widths``: of the logits of a row.
     """
@@ -110,13 +113,12 @@ class RowPadding:
     def of(cls, module: Any) -> RowPadding:
         """For a part's module after ``replace_linears``."""
         modules, config = [other for other in module.modules() if not isinstance(other, nn.Embedding)], module.config
-        has_others = any(weight.ndim > 1 for other in modules for weight in other.parameters(recurse=False))
         widths = {other.weight.shape[0] for other in modules if isinstance(other, Conv1D)}
         widths |= {other.in_features for other in modules if hasattr(other, "in_features")}
         widths |= {2 * len(buffer) for name, buffer in module.named_buffers() if name.endswith("inv_freq")}
         widths |= {other.num_experts for other in modules if isinstance(getattr(other, "num_experts", None), int)}
         has_function = getattr(config, "final_logit_softcapping", None) is not None
-        return cls(2 if has_others else 1, frozenset(widths), frozenset([config.vocab_size] if has_function else []))
+        return cls(2, frozenset(widths), frozenset([config.vocab_size] if has_function else []))
 
     def rows(self, count: int) -> int:
         """The number of rows of a pass with ``count`` rows or more."""
