@@ -33,10 +33,11 @@ from p2ptrain.compute.served_part import load_module
 from p2ptrain.compute.text import ModelText
 from p2ptrain.compute.tuning import ALL_OF_IT
 from p2ptrain.core.errors import ConfigError, ConnectionLost, JobFailed
-from p2ptrain.core.serving import COLDEST, Sampling
+from p2ptrain.core.serving import COLDEST, SamplingOptions
 
 GenerationConfig: Any = _GenerationConfig  # its annotations are partial
 ContinuousBatchingConfig: Any = _ContinuousBatchingConfig
+_GREEDY = SamplingOptions(temperature=0)
 
 
 class TorchTrainer:
@@ -160,15 +161,15 @@ def describe(spec: TrainingSpec, device: ComputeDevice) -> dict[str, Any]:
     }
 
 
-class AssistedPair:
-    """Transformers' ``generate`` on the CPU with a verifier's model and, as assistant, a drafter's. Each model uses
-    the dtype of its configuration, as a served part does.
+class TransformersWriter:
+    """Transformers' ``generate`` on the CPU: of a padded batch, and with a drafter's model as assistant; and its
+    continuous batching. Each model uses the dtype of its configuration, as a served part does.
 
     Args:
-        verifier, drafter: model directories with the same tokenizer; ``drafter`` may be None.
+        model, drafter: model directories with the same tokenizer; ``drafter`` may be None.
+        texts, positions: of continuous batching: most at a time, and the most positions of one, its prompt included.
 
     Attributes:
-        text: the verifier's ``ModelText``.
         can_assist: whether the vocabularies are padded to the same size, which transformers' assistance requires.
 
     Raises:
@@ -176,60 +177,19 @@ class AssistedPair:
         ResourceError: the models do not fit into memory.
     """
 
-    def __init__(self, verifier: Path, drafter: Path | None, *, threads: int) -> None:
+    def __init__(self, model: Path, drafter: Path | None, *, threads: int, texts: int, positions: int) -> None:
         place = pick_device("cpu", threads)
-        self.text = ModelText(verifier)
-        self._verifier, self._drafter = _load(verifier, place), None
+        self._text = ModelText(model)
+        self._model, self._drafter = _load(model, place), None
         self.can_assist = False
         if drafter is not None:
-            own = ModelText(drafter)
-            if self.text.tokenizer.vocab_size != own.tokenizer.vocab_size:
-                sizes = f"{self.text.tokenizer.vocab_size} and {own.tokenizer.vocab_size} tokens"
+            vocab, own = self._text.tokenizer.vocab_size, ModelText(drafter).tokenizer.vocab_size
+            if vocab != own:
                 remedy = "use two models of one family, or train a pair: p2ptrain up --profile pair"
-                raise ConfigError(f"{verifier} and {drafter} have different vocabularies: {sizes}", remedy=remedy)
+                text = f"{model} and {drafter} have different vocabularies: {vocab} and {own} tokens"
+                raise ConfigError(text, remedy=remedy)
             self._drafter = _load(drafter, place)
-            self.can_assist = self._verifier.config.vocab_size == self._drafter.config.vocab_size
-
-    def write(
-        self, ids: Sequence[int], max_new_tokens: int, sampling: Sampling, *, assisted: bool = False
-    ) -> tuple[list[int], float]:
-        """Return new tokens and the seconds they took, including the prompt's pass. With greedy decoding the assistant
-        does not change the text; with sampling it gives another text of the same distribution."""
-        sampled = sampling.temperature > COLDEST
-        shape = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-        settings = GenerationConfig(
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=max_new_tokens,
-            do_sample=sampled,
-            use_cache=True,
-            pad_token_id=0,
-            **(shape if sampled else {}),
-        )
-        prompt = torch.tensor([list(ids)], dtype=torch.int64)
-        how: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "generation_config": settings}
-        if assisted:
-            how["assistant_model"] = self._drafter
-        with torch.random.fork_rng(devices=[]), torch.inference_mode():
-            torch.manual_seed(sampling.seed)
-            began = time.perf_counter()
-            made = self._verifier.generate(prompt, **how)
-            return made[0, len(ids) :].tolist(), time.perf_counter() - began
-
-
-class BatchedModel:
-    """Transformers' ``generate`` of a padded batch on the CPU, and its continuous batching; all texts are greedy.
-
-    Args:
-        directory: of a model.
-        texts, positions: most at a time, and the most positions of one, its prompt included.
-
-    Raises:
-        ConfigError, ResourceError: as ``AssistedPair``.
-    """
-
-    def __init__(self, directory: Path, *, threads: int, texts: int, positions: int) -> None:
-        self._text = ModelText(directory)
-        self._model = _load(directory, pick_device("cpu", threads))
+            self.can_assist = self._model.config.vocab_size == self._drafter.config.vocab_size
         blocks = texts * (1 + -(-positions // 64))  # by default it takes most of the memory that is free
         self._room = ContinuousBatchingConfig(page_size=64, num_blocks=blocks, max_batch_tokens=texts * positions)
 
@@ -238,35 +198,48 @@ class BatchedModel:
         ids = np.random.default_rng(seed).integers(1, self._text.tokenizer.vocab_size, tokens)
         return self._text.tokenizer.backend.decode(ids.tolist())
 
-    def write(self, prompts: Sequence[str], max_new_tokens: int, *, continuous: bool) -> tuple[list[list[int]], float]:
-        """Write a text of so many tokens to each prompt, all at once. Returns their tokens, and the seconds that it
-        took. Raises ``JobFailed``: a text is missing."""
-        ids = [self._text.prompt_ids(prompt) for prompt in prompts]
-        settings = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, use_cache=True, pad_token_id=0)
-        began = time.perf_counter()
-        if continuous:
-            made = self._write_continuously(ids, settings)
-        else:
-            longest = max(map(len, ids))
-            padded = torch.tensor([[0] * (longest - len(row)) + row for row in ids])
-            mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids])
-            with torch.inference_mode():
-                rows = self._model.generate(padded, attention_mask=mask, generation_config=settings)
-            made = rows[:, longest:].tolist()
-        seconds = time.perf_counter() - began
+    def write(
+        self,
+        prompts: Sequence[str],
+        max_new_tokens: int,
+        options: SamplingOptions = _GREEDY,
+        *,
+        assisted: bool = False,
+        continuous: bool = False,
+    ) -> tuple[list[str], float]:
+        """Write a text of so many tokens to each prompt, all at once. Returns them, and the seconds that it took. With
+        greedy decoding the assistant does not change a text; with sampling it gives another one of the same
+        distribution. Raises ``JobFailed``: a text is missing."""
+        ids, sampling = [self._text.prompt_ids(prompt) for prompt in prompts], self._text.sampling(options)
+        how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "use_cache": True, "pad_token_id": 0}
+        how["do_sample"] = sampling.temperature > COLDEST
+        if how["do_sample"]:
+            how |= {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+        with torch.random.fork_rng(devices=[]), torch.inference_mode():
+            torch.manual_seed(sampling.seed)
+            began = time.perf_counter()
+            if continuous:
+                settings = GenerationConfig(**how, eos_token_id=-1)  # it requires one; no token is
+                room = {"continuous_batching_config": self._room, "persistent_manager": True, "warmup": False}
+                found = self._model.generate_batch(ids, settings, **room)
+                made = [text.generated_tokens for text in found.values()]
+            else:
+                longest = max(map(len, ids))
+                padded = torch.tensor([[0] * (longest - len(row)) + row for row in ids])
+                mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids])
+                assistant = {"assistant_model": self._drafter} if assisted else {}
+                settings = GenerationConfig(**how)
+                rows = self._model.generate(padded, attention_mask=mask, generation_config=settings, **assistant)
+                made = rows[:, longest:].tolist()
+            seconds = time.perf_counter() - began
         if [len(row) for row in made] != [max_new_tokens] * len(prompts):
             raise JobFailed("transformers wrote texts of other lengths")
-        return made, seconds
-
-    def _write_continuously(self, ids: list[list[int]], settings: Any) -> list[list[int]]:
-        settings.eos_token_id = -1  # it requires one; no token is
-        how = {"continuous_batching_config": self._room, "persistent_manager": True, "warmup": False}
-        found = self._model.generate_batch(ids, settings, **how)
-        return [text.generated_tokens for text in found.values()]
+        writers = [self._text.writer(row) for row in ids]
+        pieces = [[writer.take(token) for token in row] for writer, row in zip(writers, made, strict=True)]
+        return ["".join([*text, writer.finish()]) for writer, text in zip(writers, pieces, strict=True)], seconds
 
 
 def _load(directory: Path, place: ComputeDevice) -> Any:
-    """The model in the dtype of its configuration, as a served part has it. Raises as ``AssistedPair``."""
     model, _ = load_module(directory, place)
     model.generation_config = GenerationConfig()
     return model

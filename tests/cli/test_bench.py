@@ -275,7 +275,7 @@ class FakeServing:
 
     async def write(self, body: dict[str, Any], on_piece: Callable[[], None] = lambda: None) -> GeneratedText:
         self.asked.append(body)
-        prompt = body.get("prompt") or body["messages"][-1]["content"]
+        prompt = body["prompt"]
         came_s = [0.3 + 0.1 * number for number in range(body["max_tokens"])]
         for _ in came_s:
             on_piece()
@@ -301,7 +301,7 @@ async def measured_serving(plan: ServePlan, spoilt: str = "") -> tuple[BenchRepo
 
 def a_serving(**changes: Any) -> ServePlan:
     values: dict[str, Any] = {"model": "", "sizes": ["22M"], "texts": [1, 4], "prompt_tokens": 64, "tokens": 8}
-    values |= {"stages": [0], "round_trip_ms": 0.0, "threads": 1, "rounds": 2, "arrival": 0, "question": 0}
+    values |= {"stages": [0], "round_trip_ms": 0.0, "threads": 1, "rounds": 2, "arrival": 0}
     return ServePlan(**(values | changes))
 
 
@@ -319,7 +319,7 @@ async def test_texts_at_a_time_are_compared_with_one_and_with_the_padded_batch()
 
 
 async def test_only_texts_of_the_first_round_are_known_before() -> None:
-    _, peers = await measured_serving(a_serving(arrival=100, question=50))
+    _, peers = await measured_serving(a_serving(arrival=100))
     asked = [json.dumps(body) for body in peers.asked]
     assert len(asked) - len(set(asked)) == 1 + 4, "the first round has the texts that were written alone"
 
@@ -327,14 +327,6 @@ async def test_only_texts_of_the_first_round_are_known_before() -> None:
 async def test_a_text_unlike_the_one_alone_is_counted() -> None:
     report, _ = await measured_serving(a_serving(), spoilt="2")
     assert [report.cases[0].contenders[name].facts["differ"] for name in ("1", "4")] == [0, 1]
-
-
-async def test_the_second_turn_of_a_chat_continues_the_first() -> None:
-    report, peers = await measured_serving(a_serving(question=50))
-    first, second = [body["messages"] for body in peers.asked if "messages" in body][-2:]
-    assert [message["role"] for message in second] == ["user", "assistant", "user"]
-    assert second[:2] == [*first, {"role": "assistant", "content": f"after {first[0]['content']}"}]
-    assert report.cases[0].contenders["turn 2"].facts["first_s"] == pytest.approx([0.3, 0.3])
 
 
 async def test_a_row_shows_the_facts_of_its_contender() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from p2ptrain.compute.device import pick_device
-from p2ptrain.compute.rivals import BatchedModel, TorchTrainer
+from p2ptrain.compute.rivals import TorchTrainer, TransformersWriter
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import JobFailed
 from p2ptrain.core.serving import Sampling
@@ -65,9 +65,10 @@ def test_a_model_that_does_not_compile_is_told_with_a_remedy(text_file: Path, mo
 def test_a_padded_batch_writes_the_texts_of_each_prompt_alone(tmp_path: Path) -> None:
     whole = make("llama", tmp_path)
     Tokenizer.of_words(VOCAB).save(tmp_path)
-    batched = BatchedModel(tmp_path, threads=1, texts=3, positions=64)
-    prompts = [batched.prompt(seed, tokens) for seed, tokens in enumerate((20, 5, 11))]
+    writer = TransformersWriter(tmp_path, None, threads=1, texts=3, positions=64)
+    prompts = [writer.prompt(seed, tokens) for seed, tokens in enumerate((20, 5, 11))]
     ids = [[int(word.removeprefix("w")) for word in prompt.split()] for prompt in prompts]
-    made, seconds = batched.write(prompts, 9, continuous=False)
-    assert made == [generated(whole, row, 9, Sampling(temperature=0)) for row in ids]
+    made, seconds = writer.write(prompts, 9)
+    alone = [generated(whole, row, 9, Sampling(temperature=0)) for row in ids]
+    assert [text.split() for text in made] == [[f"w{token}" for token in row] for row in alone]
     assert seconds > 0

@@ -26,7 +26,7 @@ from p2ptrain.core.adapters import is_model
 from p2ptrain.core.errors import JobFailed, NetworkError, UserError
 from p2ptrain.core.texts import human_duration
 from p2ptrain.lab.bench.report import BenchReport, Case, Contender, times
-from p2ptrain.lab.bench.runner import Answer, Bench
+from p2ptrain.lab.bench.runner import Answer, Bench, Members
 from roles.timed_model import text_after, write_timed_model
 
 SIZES = {"hidden_size": 512, "layers": 12, "heads": 8, "kv_heads": 8, "intermediate_size": 1360}
@@ -94,14 +94,13 @@ class GeneratedText:
 
 
 def ask(port: int, body: Answer, on_piece: Callable[[], None] = lambda: None) -> GeneratedText:
-    """Request one text over HTTP: the answer to ``messages`` if the body has them, else what follows its ``prompt``.
-    Blocks; calls ``on_piece`` when a piece has come. Raises ``JobFailed``, ``NetworkError``."""
+    """Request the text that follows a ``prompt`` over HTTP. Blocks; calls ``on_piece`` when a piece has come. Raises
+    ``JobFailed``, ``NetworkError``."""
     text = GeneratedText(asked_s=time.perf_counter())
     body = body | {"stream": True, "stream_options": {"include_usage": True}}
-    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     connection = http.client.HTTPConnection(LOOPBACK, port, timeout=120.0)
     try:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         answer = connection.getresponse()
         if answer.status != 200:
             raise JobFailed(f"the verifier refused: {answer.read().decode(errors='replace')[:500]}")
@@ -113,8 +112,7 @@ def ask(port: int, body: Answer, on_piece: Callable[[], None] = lambda: None) ->
                 raise JobFailed(f"a text failed: {event['error'].get('message')}")
             if usage := event.get("usage"):
                 text.tokens = int(usage["completion_tokens"])
-            choices = event.get("choices", ())
-            if piece := "".join(each.get("text") or each.get("delta", {}).get("content") or "" for each in choices):
+            if piece := "".join(each["text"] for each in event.get("choices", ())):
                 text.text += piece
                 text.came_s.append(time.perf_counter())
                 on_piece()
@@ -193,10 +191,11 @@ async def measure_generate(bench: Bench, plan: GeneratePlan, report: BenchReport
     if not plan.is_timed:
         bench.progress("transformers, in one process")
         async with bench.members(1, threads=plan.threads) as members:
-            how: Answer = {"verifier": str(models["verifier"]), "drafter": str(models.get("drafter", ""))}
-            how |= {"texts": plan.texts, "tokens": plan.tokens, "threads": plan.threads}
-            (answer,) = await members.all("run_transformers", seconds=5.0 * plan.texts, **how)
-            report.torch, rival = answer["torch"], answer["rival"]
+            how: Answer = {"threads": plan.threads, "texts": 1, "positions": 1}
+            models_of_rival = {"model": str(models["verifier"]), "drafter": str(models.get("drafter", ""))}
+            (opened,) = await members.all("open_writer", seconds=5.0, **models_of_rival, **how)
+            report.torch = opened["torch"]
+            rival = await _write_by_transformers(members, plan, can_assist=opened["can_assist"])
     for round_trip_ms, alpha in product(plan.round_trips_ms, plan.alphas if plan.is_timed else [0.0]):
         label = f"{round_trip_ms:g} ms" + (f", alpha {alpha:g}" if plan.is_timed else "")
         bench.progress(f"{label}: peers start")
@@ -212,6 +211,20 @@ async def measure_generate(bench: Bench, plan: GeneratePlan, report: BenchReport
                 case.contenders[name] = Contender(name, [text["token_s"] for text in texts])
             await _measure_texts(bench, plan, peers, report, case, rival.get("transformers", []))
             _conclude(plan, report, case)
+
+
+async def _write_by_transformers(members: Members, plan: GeneratePlan, *, can_assist: bool) -> dict[str, list[Answer]]:
+    """The texts of ``generate``, and of its assisted generation, with the time of a token."""
+    rival: dict[str, list[Answer]] = {"transformers": [], **({"assisted": []} if can_assist else {})}
+    for number in range(-1, plan.texts):  # the first passes load kernels
+        body = _body(plan, number, "off")
+        how: Answer = {"temperature": body["temperature"], "seed": abs(number), "prompts": [body["prompt"]]}
+        for name, found in rival.items():
+            order: Answer = how | {"tokens": plan.tokens, "assisted": name == "assisted"}
+            (answer,) = await members.all("write_texts", seconds=5.0, **order)
+            if number >= 0:
+                found.append({"text": answer["texts"][0], "token_s": answer["seconds"] / plan.tokens})
+    return rival
 
 
 def _write_timed_models(root: Path, plan: GeneratePlan, alpha: float) -> dict[str, Path]:
@@ -275,9 +288,6 @@ def _conclude(plan: GeneratePlan, report: BenchReport, case: Case) -> None:
         facts["rest_a_hop_s"] = (case.contenders["alone"].median_s - whole_s - link_s) / hops
 
 
-# What a member does; only there torch is loaded.
-
-
 def write_random_model(directory: Path, sizes: Answer, words: int = 0) -> None:
     """Write a random model with Llama's architecture.
 
@@ -292,27 +302,6 @@ def write_random_model(directory: Path, sizes: Answer, words: int = 0) -> None:
     tokenizer = Tokenizer.of_words(words) if words else Tokenizer.of_bytes()
     build_model(spec, tokenizer.vocab_size, seed=1).save_pretrained(directory)
     tokenizer.save(directory)
-
-
-def write_by_transformers(verifier: str, drafter: str, texts: int, tokens: int, threads: int) -> Answer:
-    """Write the texts with ``generate``, and with its assisted generation if there is a drafter."""
-    from p2ptrain.compute.gloo import TORCH_VERSION
-    from p2ptrain.compute.rivals import AssistedPair
-    from p2ptrain.core.serving import SamplingOptions
-
-    pair = AssistedPair(Path(verifier), Path(drafter) if drafter else None, threads=threads)
-    names = ["transformers", *["assisted"] * pair.can_assist]
-    rival: dict[str, list[Answer]] = {name: [] for name in names}
-    for number in range(-1, texts):  # the first passes load kernels
-        sampling = pair.text.sampling(SamplingOptions(temperature=0.8 if number % 2 else 0.0, seed=abs(number)))
-        ids = pair.text.prompt_ids(PROMPTS[number % len(PROMPTS)])
-        for name, found in rival.items():
-            made, seconds = pair.write(ids, tokens, sampling, assisted=name == "assisted")
-            writer = pair.text.writer(ids)
-            text = "".join([writer.take(token) for token in made] + [writer.finish()])
-            if number >= 0:
-                found.append({"text": text, "token_s": seconds / max(1, len(made))})
-    return {"torch": TORCH_VERSION, "rival": rival}
 
 
 def check_models(verifier: Path | None, drafter: Path | None, stages: int) -> None:

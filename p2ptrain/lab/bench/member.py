@@ -1,5 +1,5 @@
 """One process of a benchmark. It carries out orders, and holds what is measured: a ring, Gloo, plain sockets, a
-training, a stage of a pipeline, the torch side of a generation."""
+training, a stage of a pipeline, the models of transformers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from wire.transport import TcpNetwork
 
 if TYPE_CHECKING:
     from p2ptrain.compute.gloo import GlooGroup
-    from p2ptrain.compute.rivals import BatchedModel
+    from p2ptrain.compute.rivals import TransformersWriter
     from p2ptrain.lab.bench.training import TrainingMember
 
 TILE_NUMEL = 262_147  # a prime, so that the repeated pattern differs on every chunk and sub-chunk
@@ -90,7 +90,7 @@ class BenchMember:
         self._piece_bytes = 0
         self._training: TrainingMember | None = None
         self._stage: StageRunner | None = None
-        self._batched: BatchedModel | None = None
+        self._writer: TransformersWriter | None = None
 
     @property
     def session(self) -> RingSession:
@@ -291,27 +291,29 @@ class BenchMember:
         await asyncio.to_thread(write_random_model, Path(directory), **how)
         return {}
 
-    async def run_transformers(self, **options: Any) -> Answer:
-        from p2ptrain.lab.bench.generate import write_by_transformers
-
-        return await asyncio.to_thread(write_by_transformers, **options)
-
-    async def open_batches(self, *, model: str, **how: int) -> Answer:
-        """Load a model for ``write_batch``. ``how``: arguments of ``BatchedModel``."""
+    async def open_writer(self, *, model: str, drafter: str = "", **how: int) -> Answer:
+        """Load models for ``write_texts``. ``how``: arguments of ``TransformersWriter``."""
         from p2ptrain.compute.gloo import TORCH_VERSION
-        from p2ptrain.compute.rivals import BatchedModel
+        from p2ptrain.compute.rivals import TransformersWriter
 
-        self._batched = await asyncio.to_thread(BatchedModel, Path(model), **how)
-        return {"torch": TORCH_VERSION}
+        models = Path(model), Path(drafter) if drafter else None
+        self._writer = await asyncio.to_thread(TransformersWriter, *models, **how)
+        return {"torch": TORCH_VERSION, "can_assist": self._writer.can_assist}
 
     async def make_prompt(self, *, seed: int, tokens: int) -> Answer:
-        assert self._batched is not None
-        return {"prompt": self._batched.prompt(seed, tokens)}
+        assert self._writer is not None
+        return {"prompt": self._writer.prompt(seed, tokens)}
 
-    async def write_batch(self, *, prompts: list[str], tokens: int, continuous: bool) -> Answer:
-        assert self._batched is not None
-        _, seconds = await asyncio.to_thread(self._batched.write, prompts, tokens, continuous=continuous)
-        return {"seconds": seconds}
+    async def write_texts(
+        self, *, prompts: list[str], tokens: int, temperature: float = 0.0, seed: int = 0, **how: bool
+    ) -> Answer:
+        """``how``: arguments of ``TransformersWriter.write``."""
+        from p2ptrain.core.serving import SamplingOptions
+
+        assert self._writer is not None
+        options = SamplingOptions(temperature=temperature, seed=seed)
+        texts, seconds = await asyncio.to_thread(self._writer.write, prompts, tokens, options, **how)
+        return {"texts": texts, "seconds": seconds}
 
 
 def _tile(rank: int, dtype: str, storage: np.dtype[Any]) -> npt.NDArray[Any]:

@@ -43,7 +43,6 @@ class ServePlan:
         round_trip_ms: between the peers of a split model.
         threads: for computing, of all processes of a case together.
         arrival: tokens of a prompt that arrives while others write; 0: none.
-        question: tokens of a chat's first question; 0: no chat.
     """
 
     model: str
@@ -56,7 +55,6 @@ class ServePlan:
     threads: int
     rounds: int
     arrival: int
-    question: int
 
     def report(self) -> BenchReport:
         name = Path(self.model).name or "random models"
@@ -93,7 +91,7 @@ async def measure_serve(bench: Bench, plan: ServePlan, report: BenchReport) -> N
                 how: Answer = {"sizes": RANDOM_MODELS[name], "words": WORDS}
                 await members.all("make_model", directory=str(directory), seconds=5, **how)
             how = {"threads": plan.threads, "texts": most, "positions": positions}
-            (answer,) = await members.all("open_batches", model=str(directory), seconds=5, **how)
+            (answer,) = await members.all("open_writer", model=str(directory), seconds=5, **how)
             report.torch = answer["torch"]
             alone: list[str] = []
             for stages in plan.stages:
@@ -110,8 +108,8 @@ async def measure_serve(bench: Bench, plan: ServePlan, report: BenchReport) -> N
 class ServeCase:
     """One model, whole or split over a number of workers, with every number of texts.
 
-    Its texts have numbers. Those below the number of texts are compared. All others are new, so nothing of them is
-    computed before.
+    Its texts have numbers. Those below the number of texts are compared, in the first round, which is not measured. All
+    others are new, so nothing of them is computed before.
 
     Attributes:
         contenders: their facts are lists of values of the measured rounds.
@@ -130,33 +128,30 @@ class ServeCase:
     async def measure(self, report: BenchReport, label: str, alone: list[str], *, rivals: bool) -> None:
         self._alone = alone
         plan, warmed = self._plan, set[str]()
-        work: dict[str, tuple[str, Callable[[bool], Awaitable[float]]]] = {}
+        work: dict[str, Callable[[bool], Awaitable[float]]] = {}
         for texts in plan.texts:
-            work[f"{texts}"] = f"{texts} text{'s' * (texts > 1)}", partial(self._sample_texts, texts)
+            self.contenders[f"{texts}"] = Contender(f"{texts} text{'s' * (texts > 1)}")
+            work[f"{texts}"] = partial(self._sample_texts, texts)
             for rival in RIVALS if rivals else ():
-                work[f"{texts} {rival}"] = f"{texts} {rival}", partial(self._sample_rival, texts, rival)
+                self.contenders[f"{texts} {rival}"] = Contender(f"{texts} {rival}")
+                work[f"{texts} {rival}"] = partial(self._sample_rival, texts, rival)
         if plan.arrival:
             title = f"{min(WRITING, max(plan.texts))} and a prompt of {plan.arrival}"
-            work["arrival"] = title, self._sample_arrival
-        if plan.question:
-            work["turn 1"] = "a chat, nothing of it cached", partial(self._sample_chat, "turn 1")
-            work["turn 2"] = "its second turn", partial(self._sample_chat, "turn 2")
-        self.contenders |= {name: Contender(title) for name, (title, _) in work.items()}
+            self.contenders["arrival"], work["arrival"] = Contender(title), self._sample_arrival
 
         async def sample(name: str) -> list[float]:
             counts = name in warmed
             warmed.add(name)
-            return [await work[name][1](counts)]
+            return [await work[name](counts)]
 
         await self._bench.interleave(report, Case(label, plan.tokens, self.contenders), sample, rounds=plan.rounds)
         for name, contender in self.contenders.items():
             number, _, kind = name.partition(" ")
-            for fact, other in (("times_one", f"1 {kind}".strip()), ("times_padded", f"{number} {RIVALS[0]}")):
-                if number.isdecimal() and other in self.contenders and not (fact == "times_padded" and other == name):
+            others = {"times_one": f"1 {kind}".strip(), "times_padded": f"{number} {RIVALS[0]}"}
+            for fact, other in others.items() if number.isdecimal() else ():
+                if other in self.contenders and not (fact == "times_padded" and other == name):
                     pairs = zip(self.contenders[other].seconds, contender.seconds, strict=True)
                     contender.facts[fact] = [upper / lower for upper, lower in pairs]
-
-    # ---------------------------------------------------------------------------------------------------------- samples
 
     async def _sample_texts(self, texts: int, counts: bool) -> float:
         numbers = [next(self._numbers) for _ in range(texts)] if counts else list(range(texts))
@@ -169,7 +164,7 @@ class ServeCase:
     async def _sample_rival(self, texts: int, rival: str, counts: bool) -> float:
         prompts = [await self._prompt(self._plan.prompt_tokens) for _ in range(texts)]
         order: Answer = {"prompts": prompts, "tokens": self._plan.tokens, "continuous": rival == RIVALS[1]}
-        (answer,) = await self._members.all("write_batch", seconds=5.0 * texts, **order)
+        (answer,) = await self._members.all("write_texts", seconds=5.0 * texts, **order)
         return float(answer["seconds"]) / texts
 
     async def _sample_arrival(self, counts: bool) -> float:
@@ -195,19 +190,6 @@ class ServeCase:
         finally:
             arriving.cancel()
 
-    async def _sample_chat(self, name: str, counts: bool) -> float:
-        """Write the answer to a chat's second question; ``turn 1``: when the first one was never asked here."""
-        question, later = await self._prompt(self._plan.question), await self._prompt(16)
-        body: Answer = {"max_tokens": self._plan.tokens, "temperature": 0}
-        turns = [{"role": "user", "content": question}]
-        if name == "turn 1":
-            answer = await self._prompt(self._plan.tokens)
-        else:
-            answer = (await self._peers.write(body | {"messages": turns})).text
-        both = [*turns, {"role": "assistant", "content": answer}, {"role": "user", "content": later}]
-        made = [await self._peers.write(body | {"messages": both})]
-        return self._note(name, made, made, counts)
-
     def _note(self, name: str, texts: list[GeneratedText], asked: list[GeneratedText], counts: bool) -> float:
         """Note the times of these texts, and of the first tokens of ``asked``, if the round counts.
 
@@ -221,8 +203,6 @@ class ServeCase:
                 self.contenders[name].facts.setdefault(fact, []).extend(values)
         spent_s = max(text.came_s[-1] for text in texts) - min(text.asked_s for text in texts)
         return spent_s * self._plan.tokens / sum(text.tokens for text in texts)
-
-    # ------------------------------------------------------------------------------------------------------------ texts
 
     async def _body(self, number: int) -> Answer:
         drawn = {"temperature": 0.8, "seed": number} if number % 2 else {"temperature": 0}
