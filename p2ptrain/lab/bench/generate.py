@@ -192,8 +192,8 @@ async def measure_generate(bench: Bench, plan: GeneratePlan, report: BenchReport
         bench.progress("transformers, in one process")
         async with bench.members(1, threads=plan.threads) as members:
             how: Answer = {"threads": plan.threads, "texts": 1, "positions": 1}
-            models_of_rival = {"model": str(models["verifier"]), "drafter": str(models.get("drafter", ""))}
-            (opened,) = await members.all("open_writer", seconds=5.0, **models_of_rival, **how)
+            how |= {"model": str(models["verifier"]), "drafter": str(models.get("drafter", ""))}
+            (opened,) = await members.all("open_writer", seconds=5.0, **how)
             report.torch = opened["torch"]
             rival = await _write_by_transformers(members, plan, can_assist=opened["can_assist"])
     for round_trip_ms, alpha in product(plan.round_trips_ms, plan.alphas if plan.is_timed else [0.0]):

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -296,9 +297,9 @@ class BenchMember:
         from p2ptrain.compute.gloo import TORCH_VERSION
         from p2ptrain.compute.rivals import TransformersWriter
 
-        models = Path(model), Path(drafter) if drafter else None
-        self._writer = await asyncio.to_thread(TransformersWriter, *models, **how)
-        return {"torch": TORCH_VERSION, "can_assist": self._writer.can_assist}
+        load = partial(TransformersWriter, Path(model), Path(drafter) if drafter else None, **how)
+        self._writer = writer = await asyncio.to_thread(load)
+        return {"torch": TORCH_VERSION, "can_assist": writer.can_assist}
 
     async def make_prompt(self, *, seed: int, tokens: int) -> Answer:
         assert self._writer is not None
