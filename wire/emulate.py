@@ -5,10 +5,9 @@ both ends are emulated, each direction is shaped once. Dialling first waits for 
 compete: each has the preset's rate for itself.
 
 Each connection has a send buffer, as in a kernel, somewhat larger than the link's bandwidth-delay product. A write is
-cut into views of at most ``PIECE_BYTES``. Views that fit into the buffer are copied there, and the writer may reuse its
-memory. The others count as unsent until there is room. Each piece is handed to the inner transport at the time at which
-the shaper has its last byte arrive. The end of the stream follows all bytes, no sooner than the link's delay.
-``abort()`` takes effect at once.
+copied, in pieces of at most ``PIECE_BYTES``; what is beyond the size of the buffer counts as unsent. Each piece is
+handed to the inner transport at the time at which the shaper has its last byte arrive. The end of the stream follows
+all bytes, no sooner than the link's delay. ``abort()`` takes effect at once.
 
 Theory of operation. A ``LinkShaper`` emulates one direction of one TCP connection. Bytes pass four stages::
 
@@ -245,14 +244,10 @@ class EmulatedNetwork:
 
 @dataclass(eq=False, slots=True)
 class _Piece:
-    """Bytes in flight, handed to the inner transport at ``due_at``.
-
-    ``data`` is the writer's memory until ``held``, then a copy. ``end``, instead of bytes, ends the inner transport.
-    """
+    """Bytes in flight, handed to the inner transport at ``due_at``. ``end``, instead of bytes, ends it."""
 
     due_at: float
-    data: memoryview
-    held: bool = False
+    data: bytes = b""
     end: Callable[[], None] | None = None
 
 
@@ -265,8 +260,7 @@ class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
         self._loop = asyncio.get_running_loop()
         self._opened_at = self._loop.time()
         self._queue: deque[_Piece] = deque()
-        self._unsent: deque[_Piece] = deque()  # pieces of the queue that have no room yet
-        self._unsent_bytes = self._held_bytes = 0
+        self._queued_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._inner_full = False
         self._eof = self._read_ended = False
@@ -281,12 +275,9 @@ class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
         if self._closing or not view.nbytes:
             return
         for start in range(0, view.nbytes, PIECE_BYTES):
-            data = view[start : start + PIECE_BYTES]
-            piece = _Piece(self._shaper.send(self._loop.time(), data.nbytes), data)
-            self._queue.append(piece)
-            self._unsent.append(piece)
-        self._unsent_bytes += view.nbytes
-        self._take_in()
+            piece = bytes(view[start : start + PIECE_BYTES])
+            self._queue.append(_Piece(self._shaper.send(self._loop.time(), len(piece)), piece))
+        self._queued_bytes += view.nbytes
         self._arm()
         self._maybe_pause()
 
@@ -319,7 +310,7 @@ class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
         return not self._closing and self._inner.is_reading()
 
     def get_write_buffer_size(self) -> int:
-        return self._unsent_bytes
+        return max(0, self._queued_bytes - self._buffer_bytes)
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         # the kernel's round trip lacks the emulated delay
@@ -366,18 +357,8 @@ class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
     # The link.
 
     def _send_end(self, end: Callable[[], None]) -> None:
-        self._queue.append(_Piece(self._shaper.send(self._loop.time(), 0), memoryview(b""), end=end))
+        self._queue.append(_Piece(self._shaper.send(self._loop.time(), 0), end=end))
         self._arm()
-
-    def _take_in(self) -> None:
-        while self._unsent:
-            piece = self._unsent[0]
-            if self._held_bytes and self._held_bytes + piece.data.nbytes > self._buffer_bytes:
-                return
-            self._unsent.popleft()
-            piece.data, piece.held = memoryview(bytes(piece.data)), True
-            self._held_bytes += piece.data.nbytes
-            self._unsent_bytes -= piece.data.nbytes
 
     def _arm(self) -> None:
         if self._timer is None and self._queue and not self._inner_full:
@@ -396,17 +377,14 @@ class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
             if piece.end is not None:
                 piece.end()
                 continue
-            assert piece.held, "what is due was never sent"
             self._inner.write(piece.data)
-            self._held_bytes -= piece.data.nbytes
-            self._take_in()
+            self._queued_bytes -= len(piece.data)
         self._arm()
         return self._maybe_resume()
 
     def _drop(self) -> None:
         self._queue.clear()
-        self._unsent.clear()
-        self._unsent_bytes = self._held_bytes = 0
+        self._queued_bytes = 0
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None
