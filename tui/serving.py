@@ -16,25 +16,20 @@ from tui.format import UNKNOWN, Look, Row, Span, fit
 from tui.panels import ROOMY, Frame, TextPanel, advice, explain_connection, seed_address
 from wire.address import how_to_join
 from wire.records import ServingInfo
+from wire.text_messages import DrafterFigures
 
 LABEL = 10
 """Cells of the label before a line of figures."""
-MOST_PLACES = 16
 SPENT = tuple(fmt.SPENT_LOOKS)
 
 
 @dataclass(frozen=True, slots=True)
 class ShownDrafter:
-    """A drafter of one verifier. ``alpha``: fraction of its drafts that are right, given that the previous ones are.
-    ``latency_ms``: one way. ``share``: fraction of the right drafts that came from it. ``pace``: drafts per second, for
-    all its verifiers."""
+    """A drafter of one verifier. ``pace``: drafts per second, for all its verifiers."""
 
-    peer: str
+    figures: DrafterFigures
     name: str
     model: str
-    alpha: float | None
-    latency_ms: float | None
-    share: float | None
     pace: float | None
 
 
@@ -60,15 +55,6 @@ class Verifier:
     def spent_ms(self) -> list[tuple[str, float]]:
         return [(name, max(0.0, self.figure(f"{name}_ms") or 0.0)) for name in SPENT]
 
-    @property
-    def right_at(self) -> list[float]:
-        found: list[float] = []
-        for place in range(1, MOST_PLACES + 1):
-            if (share := self.figure(f"right_at_{place}")) is None:
-                break
-            found.append(min(1.0, max(0.0, share)))
-        return found
-
 
 def verifiers_of(serving: Mapping[str, ServingInfo]) -> list[Verifier]:
     """All models of verifiers: active ones first, then by the verifier's name."""
@@ -77,20 +63,19 @@ def verifiers_of(serving: Mapping[str, ServingInfo]) -> list[Verifier]:
 
 
 def unused_drafters(serving: Mapping[str, ServingInfo]) -> list[ServingInfo]:
-    used = {peer for info in serving.values() for peer in info.drafters}
+    used = {drafter.peer for info in serving.values() for drafter in info.drafters}
     found = [info for info in serving.values() if info.role == "drafter" and info.peer not in used]
     return sorted(found, key=lambda info: (info.name, info.id))
 
 
 def _drafters(info: ServingInfo, serving: Mapping[str, ServingInfo]) -> tuple[ShownDrafter, ...]:
     found, served = [], {other.peer: other for other in serving.values()}
-    for at, peer in enumerate(info.drafters):
-        figures = (info.drafter_alpha, info.drafter_latency_ms, info.drafter_share)
-        alpha, latency_ms, share = (values[at] if at < len(values) and values[at] >= 0 else None for values in figures)
-        known = served.get(peer)
-        name, model, pace = (known.name, known.model, known.stats.get("tokens_per_s")) if known else (peer, "", None)
-        found.append(ShownDrafter(peer, name, model, alpha, latency_ms, share, pace))
-    return tuple(sorted(found, key=lambda drafter: (-(drafter.share or 0.0), drafter.name, drafter.peer)))
+    for figures in info.drafters:
+        if (known := served.get(figures.peer)) is not None:
+            found.append(ShownDrafter(figures, known.name, known.model, known.stats.get("tokens_per_s")))
+        else:
+            found.append(ShownDrafter(figures, figures.peer, "", None))
+    return tuple(sorted(found, key=lambda shown: (-(shown.figures.share or 0.0), shown.name, shown.figures.peer)))
 
 
 def draw_verifier(
@@ -171,8 +156,6 @@ def _drafts(verifier: Verifier, width: int) -> list[Row]:
     parts: list[str] = []
     if (alpha := verifier.figure("alpha")) is not None:
         parts.append(f"{fmt.percent(alpha)} right")
-    if places := verifier.right_at:
-        parts.append(f"by place {''.join('▁▂▃▄▅▆▇█'[min(7, int(8 * share))] for share in places)}")
     for name, words in (
         ("accepted_length", "{:.2f} tokens a pass"),
         ("wasted_share", "{:.0%} wasted"),
@@ -194,15 +177,15 @@ def _drafter_rows(verifier: Verifier, look_of: Callable[[str], Look], width: int
     columns = [("drafter", min(42, names)), ("right", 12), ("    away", 8), ("its share", 11), (" drafts/s", 9)]
     rows = []
     for drafter in verifier.drafters:
-        look = look_of(drafter.peer)
+        figures, look = drafter.figures, look_of(drafter.figures.peer)
         name = [
             Span(f"{look.symbol} ", look.role),
             Span(fit(drafter.name, 18)),
             Span(f"  {fit(drafter.model, 20)}", "dim"),
         ]
-        away, pace = Span(f"{fmt.millis(drafter.latency_ms):>8}"), Span(f"{fmt.count(drafter.pace):>9}", "dim")
+        away, pace = Span(f"{fmt.millis(figures.latency_ms):>8}"), Span(f"{fmt.count(drafter.pace):>9}", "dim")
         rows.append(
-            [name, _share_bar(drafter.alpha, 7, "good"), [away], _share_bar(drafter.share, 6, "accent"), [pace]]
+            [name, _share_bar(figures.alpha, 7, "good"), [away], _share_bar(figures.share, 6, "accent"), [pace]]
         )
     return fmt.table(columns, rows, width)
 

@@ -32,7 +32,7 @@ from typing import Annotated, Any
 from p2ptrain.core.errors import ProtocolError
 from wire.chain_messages import MAX_POSITIONS, Positions
 from wire.messages import Message, Silence
-from wire.schema import Bound, ContentIdOrNone, Count, Declared, Figure, Host, Id, Port
+from wire.schema import Amount, Bound, ContentIdOrNone, Count, Declared, Figure, Host, Id, Port, Share
 
 
 class StreamRefused(Message, kind=71):
@@ -210,6 +210,16 @@ class DrafterList(Message, kind=67):
             raise ProtocolError("the list of drafters names one twice")
 
 
+class DrafterFigures(Declared):
+    """A connected drafter of a verifier: its acceptance, one-way latency, and part of the accepted drafts. None:
+    unknown."""
+
+    peer: Id
+    alpha: Share | None = None
+    latency_ms: Amount = 0.0
+    share: Share | None = None
+
+
 class ServingFacts(Declared):
     """One model that a verifier or a drafter serves.
 
@@ -219,9 +229,7 @@ class ServingFacts(Declared):
         http: address of the HTTP endpoint; empty without one.
         sessions: number of open sessions.
         stats: figures of the last seconds, and totals, by name (tokens_per_s, alpha, accepted_length, ...).
-        drafters: of a verifier: peer ids of the connected drafters.
-        drafter_alpha, drafter_latency_ms, drafter_share: per drafter: acceptance, one-way latency, and its part of the
-            accepted drafts; below 0 if unknown.
+        drafters: of a verifier.
         weights: tells models of the same name apart (``TensorTable.fingerprint``).
     """
 
@@ -232,16 +240,8 @@ class ServingFacts(Declared):
     http: str = ""
     sessions: Count = 0
     stats: Annotated[dict[StatName, Figure], Bound(0, 64)] = field(default_factory=dict)
-    drafters: Annotated[list[Id], Bound(0, MAX_DRAFTERS)] = field(default_factory=list)
-    drafter_alpha: list[Figure] = field(default_factory=list)
-    drafter_latency_ms: list[Figure] = field(default_factory=list)
-    drafter_share: list[Figure] = field(default_factory=list)
+    drafters: Annotated[list[DrafterFigures], Bound(0, MAX_DRAFTERS)] = field(default_factory=list)
     weights: ContentIdOrNone = ""
-
-    def check(self) -> None:
-        for figures in (self.drafter_alpha, self.drafter_latency_ms, self.drafter_share):
-            if len(figures) not in (0, len(self.drafters)):
-                raise ProtocolError("a list of drafters' figures has another length than the list of drafters")
 
 
 class Serving(ServingFacts, Message, kind=68):

@@ -115,7 +115,7 @@ class _VerifierModel:
     weights: str
 
     def describe(self, http: str) -> Serving:
-        service, drafters = self.service, self.service.drafters()
+        service = self.service
         return Serving(
             model=service.model,
             vocab_size=self.model.vocab_size,
@@ -124,10 +124,7 @@ class _VerifierModel:
             http=http,
             sessions=service.sessions,
             stats=service.figures(),
-            drafters=[link.at.peer_id for link, _ in drafters],
-            drafter_alpha=[link.model.alpha if link.model.known else -1.0 for link, _ in drafters],
-            drafter_latency_ms=[round(1e3 * link.model.latency_s, 1) for link, _ in drafters],
-            drafter_share=[-1.0 if share is None else share for _, share in drafters],
+            drafters=service.drafters(),
             weights=self.weights,
         )
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 from p2ptrain.core.serving import Sampling
@@ -136,8 +136,6 @@ class ServedModel(Protocol):
 
 MOST_PASSES = 8
 """Most passes of a session that may be under way at a time."""
-PLACES = 16
-"""Places in a pass that have counters of their own."""
 
 
 @dataclass(slots=True)
@@ -148,7 +146,7 @@ class DecodingStats:
         passes: passes after the prompt. self_steps: passes without drafts.
         tokens: new tokens of the text. verified: drafts in passes. accepted: right drafts in passes.
         drafted: drafts received. wasted: drafts that were wrong or based on a wrong one.
-        tried_at, accepted_at: by place in the pass: drafts whose predecessors were right, and the right ones of these.
+        judged, right: drafts whose predecessors in the pass were right, and the right ones of these.
         verify_s: time in passes after the prompt. wait_s: time of waits for drafts between passes.
     """
 
@@ -159,16 +157,14 @@ class DecodingStats:
     accepted: int = 0
     drafted: int = 0
     wasted: int = 0
-    tried_at: list[int] = field(default_factory=lambda: [0] * PLACES)
-    accepted_at: list[int] = field(default_factory=lambda: [0] * PLACES)
+    judged: int = 0
+    right: int = 0
     verify_s: float = 0.0
     wait_s: float = 0.0
 
     def add(self, other: DecodingStats) -> None:
         for item in fields(self):
-            mine, theirs = getattr(self, item.name), getattr(other, item.name)
-            both = [a + b for a, b in zip(mine, theirs, strict=True)] if isinstance(mine, list) else mine + theirs
-            setattr(self, item.name, both)
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,9 +325,9 @@ class Decoding:
         stats.verified += tried
         stats.accepted += accepted
         stats.verify_s += took_s
-        for place in range(min(accepted + 1, tried, PLACES) if judged else 0):
-            stats.tried_at[place] += 1
-            stats.accepted_at[place] += place < accepted
+        if judged:
+            stats.judged += min(accepted + 1, tried)
+            stats.right += accepted
 
     def validate(self) -> None:
         assert self.prompt_tokens <= len(self.ids) <= self._stop

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from roles.gauges import Rate
-from roles.serving.model import PLACES, DecodingStats
+from roles.serving.model import DecodingStats
+from wire.records import percentile
 
 MOST_DRAFTERS = 32
 """Most drafters in the figures of a text, the most often right ones: the figures must fit a message."""
@@ -42,65 +42,41 @@ class DrafterFacts:
     accepted: int
 
 
-RECENT_S, RECENT_PARTS = 300.0, 5
-"""Window of the figures of pace, and how many parts of it are counted apart: the oldest one is dropped whole."""
-BUCKET = 1.05
-"""Times are counted in buckets, each so many times as long as the one before."""
+RECENT_S, RECENT_TIMES = 300.0, 4096
+"""Window of the figures of pace, and how many times of each kind it has at most."""
 
 
 class RecentPace:
     """How the texts of the last minutes were written: time to the first token, and between tokens."""
 
     def __init__(self) -> None:
-        self._parts: deque[tuple[int, Counter[tuple[str, int]]]] = deque(maxlen=RECENT_PARTS)
         self._prompt_rate = Rate()
+        self._prompts = deque[tuple[float, int, int]](maxlen=RECENT_TIMES)  # time, tokens, cached ones
+        # When, and how long it was waited.
+        self._first, self._between = (deque[tuple[float, float]](maxlen=RECENT_TIMES) for _ in range(2))
 
     def add_first(self, waited_s: float, prompt_tokens: int, cached_tokens: int, now: float) -> None:
         """A text's first token came, ``waited_s`` after the text was asked for."""
-        counts = self._counts(now)
-        counts["first", _bucket(waited_s)] += 1
-        counts["prompt", 0] += prompt_tokens
-        counts["cached", 0] += cached_tokens
+        self._first.append((now, waited_s))
+        self._prompts.append((now, prompt_tokens, cached_tokens))
         self._prompt_rate.add(prompt_tokens, now)
 
     def add_next(self, waited_s: float, now: float) -> None:
         """More tokens of a text came, ``waited_s`` after the ones before."""
-        self._counts(now)["between", _bucket(waited_s)] += 1
+        self._between.append((now, waited_s))
 
     def as_map(self, now: float) -> dict[str, float]:
         """``prompt_tokens_per_s``, of the last seconds; as far as known, of the last minutes: ``cached_share`` of the
         prompts' tokens; ``first_ms`` and ``between_ms``, the medians, and ``first_p95_ms`` and ``between_p95_ms``."""
-        self._counts(now)
-        total: Counter[tuple[str, int]] = Counter()
-        for number, counts in self._parts:
-            if number > _part(now) - RECENT_PARTS:
-                total += counts
-        found = {"prompt_tokens_per_s": self._prompt_rate.per_s(now)}
-        if prompt_tokens := total["prompt", 0]:
-            found["cached_share"] = total["cached", 0] / prompt_tokens
-        for kind in ("first", "between"):
-            buckets = sorted((bucket, count) for (name, bucket), count in total.items() if name == kind)
-            for name, share in ((f"{kind}_ms", 0.5), (f"{kind}_p95_ms", 0.95)):
-                rest = share * sum(count for _, count in buckets)
-                for bucket, count in buckets:
-                    rest -= count
-                    if rest <= 0:
-                        found[name] = 1e3 * BUCKET**bucket
-                        break
+        found, oldest = {"prompt_tokens_per_s": self._prompt_rate.per_s(now)}, now - RECENT_S
+        if prompts := [tokens for at, *tokens in self._prompts if at > oldest]:
+            found["cached_share"] = sum(cached for _, cached in prompts) / sum(tokens for tokens, _ in prompts)
+        for kind, times in (("first", self._first), ("between", self._between)):
+            recent_s = [waited_s for at, waited_s in times if at > oldest]
+            for name, part in ((f"{kind}_ms", 0.5), (f"{kind}_p95_ms", 0.95)):
+                if (value_s := percentile(recent_s, part)) is not None:
+                    found[name] = 1e3 * value_s
         return found
-
-    def _counts(self, now: float) -> Counter[tuple[str, int]]:
-        if not self._parts or self._parts[-1][0] != _part(now):
-            self._parts.append((_part(now), Counter()))
-        return self._parts[-1][1]
-
-
-def _part(now: float) -> int:
-    return int(now * RECENT_PARTS / RECENT_S)
-
-
-def _bucket(seconds: float) -> int:
-    return round(math.log(max(seconds, 1e-5), BUCKET))
 
 
 class TextStats:
@@ -176,7 +152,6 @@ class TextStats:
             "first_s": self._first_at - self._began_at if self._tokens else None,
             "tokens_per_s": after / writing_s if after > 0 and writing_s > 0 else None,
             **{name: figures.get(name) for name in named},
-            "acceptance_at": [figures[name] for at in range(1, PLACES + 1) if (name := f"right_at_{at}") in figures],
             **{name: getattr(core, name) for name in _COUNTS},
             "bytes_in": sum(facts.bytes_in for facts in drafters),
             "bytes_out": sum(facts.bytes_out for facts in drafters),
@@ -206,8 +181,8 @@ def sums_of(core: DecodingStats, spent_s: Mapping[str, float], drafters: Sequenc
         "pass_s": core.verify_s + core.wait_s,
         "bytes": sum(facts.bytes_in + facts.bytes_out for facts in drafters),
         **{f"{name}_s": seconds for name, seconds in spent_s.items()},
-        **{f"tried {place}": tried for place, tried in enumerate(core.tried_at, 1)},
-        **{f"right {place}": right for place, right in enumerate(core.accepted_at, 1)},
+        "judged": core.judged,
+        "right": core.right,
     }
     for facts in drafters:
         sums[BY + facts.peer_id] = sums.get(BY + facts.peer_id, 0.0) + facts.accepted
@@ -250,8 +225,8 @@ def figures_of(grown: TextSums, step_s: float) -> dict[str, float]:
         step_s: current time of a step of the verifier alone; 0: unknown.
 
     Returns:
-        ``alpha``, and by place in the pass ``right_at_1`` and so on; ``accepted_length`` in tokens per pass;
-        ``alone_share``: passes without drafts; ``wasted_share`` of the drafts; ``bytes_per_token``;
+        ``alpha``; ``accepted_length`` in tokens per pass; ``alone_share``: passes without drafts; ``wasted_share`` of
+        the drafts; ``bytes_per_token``;
         ``token_ms`` and its parts, as of ``TextStats.as_map``; ``alone_ms``: time per token without drafts;
         ``speed_up``: rate of tokens from the model's passes, relative to that without drafts.
     """
@@ -261,11 +236,7 @@ def figures_of(grown: TextSums, step_s: float) -> dict[str, float]:
         if whole > 0:
             found[name] = part / whole
 
-    places = range(1, PLACES + 1)
-    right, tried = ([grown.get(f"{what} {place}", 0.0) for place in places] for what in ("right", "tried"))
-    share("alpha", sum(right), sum(tried))
-    for place in places:
-        share(f"right_at_{place}", right[place - 1], tried[place - 1])
+    share("alpha", grown.get("right", 0.0), grown.get("judged", 0.0))
     after, passes = grown.get("after", 0.0), grown.get("passes", 0.0)
     share("accepted_length", after, passes)
     share("alone_share", grown.get("alone", 0.0), passes)

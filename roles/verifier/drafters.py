@@ -35,6 +35,7 @@ from wire.messages import Message, Refuse, Response
 from wire.text_messages import (
     MAX_DRAFTERS,
     DrafterAddress,
+    DrafterFigures,
     DraftOpen,
     DraftReady,
     Drafts,
@@ -119,6 +120,10 @@ class DrafterLink:
     @property
     def sessions(self) -> int:
         return len(self._sessions)
+
+    def figures(self, share: float | None) -> DrafterFigures:
+        alpha = self.model.alpha if self.model.known else None
+        return DrafterFigures(self.at.peer_id, alpha, round(1e3 * self.model.latency_s, 1), share)
 
     # -------------------------------------------------------------------------------------------------------- its life
 

@@ -23,9 +23,10 @@ from roles.serving.text_service import WAIT_S, ModelTextService, TextSession
 from roles.serving.text_stats import RecentSums, add_sums, figures_of, shares_of
 from roles.serving.texts import TextRequest
 from roles.verifier.cost_model import CostModel
-from roles.verifier.drafters import DrafterLink, Drafters, TextDrafts
+from roles.verifier.drafters import Drafters, TextDrafts
 from roles.verifier.speculation import Speculation
 from wire.messages import RefusalCode
+from wire.text_messages import DrafterFigures
 
 USUAL_SESSIONS = 16
 """Texts written at a time, in one pass."""
@@ -223,11 +224,11 @@ class VerifierService(ModelTextService):
         counts = {"waiting": float(self._places.waiting), "preemptions": float(self._served.preemptions)}
         return counts | self._figures.as_map(now, self.cost_model.step_s) | self._pace.as_map(now)
 
-    def drafters(self) -> list[tuple[DrafterLink, float | None]]:
-        """Connected drafters, each with its share of the recent right drafts; None: there were none."""
+    def drafters(self) -> list[DrafterFigures]:
+        """The connected drafters; their shares are those of the recent right drafts."""
         shares = self._figures.shares()
         links = self._drafters.connected_links() if self._drafters is not None else []
-        return [(link, shares.get(link.at.peer_id, 0.0) if shares else None) for link in links]
+        return [link.figures(shares.get(link.at.peer_id, 0.0) if shares else None) for link in links]
 
     async def close(self, reason: P2PTrainError | None = None) -> None:
         """End all texts, with ``reason`` for their readers. The model stays open. Never raises."""

@@ -24,7 +24,7 @@ TOKENS = 40
 
 
 def share_right(stats: DecodingStats) -> float:
-    return sum(stats.accepted_at) / sum(stats.tried_at)
+    return stats.right / stats.judged
 
 
 def alone_and_drafted(verifier: Path, drafter: Path, sampling: Sampling) -> tuple[Written, Written]:

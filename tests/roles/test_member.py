@@ -19,7 +19,7 @@ from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.messages import Hello, RefusalCode, Response
 from wire.records import PeerInfo, ServingInfo
-from wire.text_messages import DrafterAddress, Serving
+from wire.text_messages import DrafterAddress, DrafterFigures, Serving
 
 SERVED = Serving("big", 50257, 1024, "ab12", "", 0)
 DRAFTS = Serving("small", 50257, 0, "ab12", "", 0)
@@ -169,10 +169,11 @@ async def test_what_is_served_is_told_when_it_changes_and_gone_with_its_link(clu
         host=HOST,
         port=peer.address[1],
     )
-    busy = Serving("big", 50257, 1024, "ab12", "127.0.0.1:8000", 2, {"alpha": 0.75, "tokens_per_s": 31.5}, ["d1"])
+    drafters = [DrafterFigures("d1", 0.75, 0.5)]
+    busy = Serving("big", 50257, 1024, "ab12", "127.0.0.1:8000", 2, {"alpha": 0.75, "tokens_per_s": 31.5}, drafters)
     verifier.change(busy)
     (info,) = await listed(cluster, lambda infos: any(each.sessions for each in infos))
-    assert (info.http, info.sessions, info.stats, info.drafters) == (busy.http, 2, busy.stats, ["d1"])
+    assert (info.http, info.sessions, info.stats, info.drafters) == (busy.http, 2, busy.stats, drafters)
     (shown,) = (await cluster.ask("peers.list"))["peers"]
     assert (shown["model"], shown["sessions"], shown["roles"]) == ("big", 2, ["verifier"])
     await peer.leave()

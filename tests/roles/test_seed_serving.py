@@ -59,11 +59,9 @@ def link(peer_id: str, role: str, host: str = "10.0.0.1") -> tuple[ConnectedPeer
         {"stats": {"Alpha": 1.0}},
         {"stats": {"a" * 41: 1.0}},
         {"stats": {f"x{index}": 1.0 for index in range(65)}},
-        {"drafters": ["no id"]},
-        {"drafters": [f"d{index}" for index in range(MAX_DRAFTERS + 1)]},
-        {"drafters": ["d1"], "drafter_alpha": [0.5, 0.5]},
-        {"drafters": ["d1"], "drafter_latency_ms": [math.nan]},
-        {"drafter_share": [0.5]},
+        {"drafters": [{"peer": "no id"}]},
+        {"drafters": [{"peer": f"d{index}"} for index in range(MAX_DRAFTERS + 1)]},
+        {"drafters": [{"peer": "d1", "latency_ms": math.nan}]},
     ],
 )
 def test_what_cannot_be_is_refused(changes: dict[str, Any]) -> None:

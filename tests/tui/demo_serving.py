@@ -6,6 +6,7 @@ import dataclasses
 import random
 
 from wire.records import PeerInfo, ServingInfo
+from wire.text_messages import DrafterFigures
 
 
 def noise(*key: object) -> float:
@@ -53,11 +54,8 @@ def verifier(step: int, *, idle: bool = False) -> ServingInfo:
         tokenizer="9f86d081",
         http="http://192.168.1.31:8000/v1",
         sessions=0 if idle else 2,
-        stats=stats | {f"right_at_{place}": 0.87 - 0.035 * place for place in range(1, 9)},
-        drafters=["dora", "nils"],
-        drafter_alpha=[0.83, 0.34],
-        drafter_latency_ms=[0.6, 41.0],
-        drafter_share=[0.93, 0.07],
+        stats=stats,
+        drafters=[DrafterFigures("dora", 0.83, 0.6, 0.93), DrafterFigures("nils", 0.34, 41.0, 0.07)],
     )
 
 

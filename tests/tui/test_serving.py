@@ -10,8 +10,9 @@ from rich.cells import cell_len
 
 from tests.tui.demo_serving import drafters, verifier
 from tui.format import Look, Row
-from tui.serving import MOST_PLACES, Verifier, draw_verifier, unused_drafters, verifiers_of
+from tui.serving import Verifier, draw_verifier, unused_drafters, verifiers_of
 from wire.records import ServingInfo
+from wire.text_messages import DrafterFigures
 
 
 def by_id(*infos: ServingInfo) -> dict[str, ServingInfo]:
@@ -31,14 +32,13 @@ def drawn(one: Verifier, width: int = 100) -> list[str]:
 
 
 def test_a_verifier_has_its_drafters_the_best_first():
-    info = dataclasses.replace(verifier(1), drafter_share=[0.07, 0.73], drafter_alpha=[0.9, -1.0])
+    drafts = [DrafterFigures("dora", 0.9, 0.6, 0.07), DrafterFigures("nils", None, 41.0, 0.73)]
+    info = dataclasses.replace(verifier(1), drafters=drafts)
     (found,) = verifiers_of(by_id(info, *drafters(1)))
     assert [each.name for each in found.drafters] == ["nils", "dora"]
     nils, dora = found.drafters
-    assert (nils.alpha, nils.share, nils.latency_ms) == (None, 0.73, 41.0)
-    assert (dora.alpha, dora.model) == (0.9, "code-40m")
+    assert (nils.figures, dora.figures, dora.model) == (drafts[1], drafts[0], "code-40m")
     assert [share for _, share in found.spent_ms] == [info.stats[f"{name}_ms"] for name, _ in found.spent_ms]
-    assert len(found.right_at) == 8
 
 
 def test_those_that_write_come_first_and_drafters_without_a_verifier_are_named():
@@ -51,7 +51,6 @@ def test_those_that_write_come_first_and_drafters_without_a_verifier_are_named()
 FIGURES = st.sampled_from([-1.0, 0.0, 0.5, 1.0, 1.5, 1e6, 1e15])
 NAMES = ["alpha", "token_ms", "verify_ms", "speed_up", "alone_ms", "tokens", "waiting", "tokens_per_s"]
 NAMES += ["accepted_length", "wasted_share", "bytes_per_token", "alone_share"]
-NAMES += [f"right_at_{place}" for place in range(1, MOST_PLACES + 2)]
 
 
 @given(
@@ -68,15 +67,11 @@ def test_no_figure_and_no_width_breaks_it(
     width: int,
     paces: list[float | None],
 ):
-    alphas, latencies, shares = ([each[index] for each in figures] for index in range(3))
     info = dataclasses.replace(
         verifier(1),
         name="".join(char for char in name if char.isprintable()),
         stats=stats,
-        drafters=[f"d{index}" for index in range(len(figures))],
-        drafter_alpha=alphas,
-        drafter_latency_ms=latencies,
-        drafter_share=shares,
+        drafters=[DrafterFigures(f"d{index}", *each) for index, each in enumerate(figures)],
     )
     for one in verifiers_of(by_id(info)):
         for line in texts(draw_verifier(one, look_of, paces, width)):

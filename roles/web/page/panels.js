@@ -170,7 +170,7 @@ export class Panels {
         number("Cached", (item) => format.percent(item.stats?.cached_share)),
         number("Accepted", (item) => format.percent(item.stats?.alpha)),
         number("Speed-up", (item) => (item.stats?.speed_up ? `${item.stats.speed_up.toFixed(2)}×` : UNKNOWN)),
-        column("Drafters", (item) => text((item.drafters ?? []).join(", ") || UNKNOWN)),
+        column("Drafters", (item) => text((item.drafters ?? []).map((each) => each.peer).join(", ") || UNKNOWN)),
       ],
       { empty: "No verifier or drafter is connected." },
     );

@@ -52,7 +52,7 @@ def test_a_pass_begins_on_the_assumption_that_drafts_under_way_are_right() -> No
     assert decoding.take_samples([18], 0.1, 1.1).tokens == (), "its pass was based on a wrong token"
     assert decoding.take_samples([16], 0.1, 1.1).tokens == (16,)
     assert decoding.tokens == (10, 11, 12, 13, 14, 15, 16)
-    assert (decoding.stats.tried_at[:2], decoding.stats.accepted_at[:2]) == ([3, 2], [3, 1])
+    assert (decoding.stats.judged, decoding.stats.right) == (5, 4)
 
 
 def test_a_wrong_last_sample_makes_the_next_pass_stale() -> None:
@@ -63,7 +63,7 @@ def test_a_wrong_last_sample_makes_the_next_pass_stale() -> None:
     decoding.next_pass([9, 9])
     assert decoding.take_samples([11, 12], 0.1, 1.1).tokens == (11, 12)
     assert decoding.take_samples([9, 9], 0.1, 1.1).tokens == ()
-    assert (decoding.stats.tried_at[0], decoding.stats.accepted_at[0]) == (2, 1)
+    assert (decoding.stats.judged, decoding.stats.right) == (2, 1)
 
 
 def test_chunks_of_a_prompt_do_not_wait_for_each_other() -> None:
