@@ -20,8 +20,7 @@ On every idle connection both sides send KeepAlive. The ``stream`` in a frame's 
 session, given by the side that opened it, so several may be open at once. The ``generation`` in the header of Drafts is
 the epoch, and in that of a Verdict its number.
 
-Drafts and Verdict are frequent, so they are sent without field names, and a token id takes two bytes (little-endian),
-or three if the vocabulary has more than 65,536 tokens.
+Drafts and Verdict are frequent, so they are sent without field names. Token ids are int32, little-endian.
 """
 
 from __future__ import annotations
@@ -124,7 +123,6 @@ MAX_DRAFTERS = 64
 """Most drafters that a verifier is told about and uses: with long names they fill a frame."""
 MAX_DEPTH = 256
 """Most drafts ahead of the verified text: more than a fast drafter makes during a round trip around the world."""
-MOST_TOKEN_BYTES = 3
 Depth = Annotated[int, Bound(0, MAX_DEPTH)]
 StatName = Annotated[str, Bound(pattern="[a-z][a-z0-9_]{0,39}")]
 
@@ -144,7 +142,7 @@ class DraftOpen(Message, kind=59):
     count: Positions
     prompt: Annotated[int, Bound(1, MAX_POSITIONS)]
     positions: Positions
-    vocab_size: Annotated[int, Bound(1, 1 << 8 * MOST_TOKEN_BYTES)]
+    vocab_size: Annotated[int, Bound(1, 1 << 31)]
     tokenizer: Annotated[str, Bound(0, 128)]
     temperature: float
     top_k: int
@@ -166,14 +164,10 @@ class DraftReady(Message, kind=60):
 
 
 class Drafts(Message, kind=62, keyed=False):
-    """Drafter to verifier: drafted ``tokens``, from ``position`` of the session on.
-
-    Attributes:
-        position: 0: directly after the drafts that were sent last.
-    """
+    """Drafter to verifier: drafted ``tokens``, from ``position`` of the session on."""
 
     position: Positions
-    tokens: Annotated[bytes, Bound(1, MOST_TOKEN_BYTES * MAX_DEPTH)]
+    tokens: Annotated[bytes, Bound(1, 4 * MAX_DEPTH)]
 
 
 class Verdict(Message, kind=63, keyed=False):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from p2ptrain.core.activations import ID_BYTES
+from p2ptrain.core.activations import ID_BYTES, encode_ids
 from p2ptrain.core.errors import ConnectionLost, JobFailed, NetworkError, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.texts import printable, shortened
@@ -29,7 +29,6 @@ from roles.drafter.drafting import (
     DraftInstruction,
     DraftSending,
     ids_untrusted,
-    pack_tokens,
     sampling_untrusted,
     verdict_untrusted,
 )
@@ -71,7 +70,6 @@ class _Session:
     Attributes:
         positions: its largest length: the verifier's, or the model's context.
         passes: what the core wants computed; one pass at most.
-        drafted: position after the drafts that were sent last; 0 before the first.
         is_ready: ``DraftReady`` was sent.
     """
 
@@ -82,7 +80,6 @@ class _Session:
     sampling: Sampling
     positions: int
     passes: asyncio.Queue[PassRequest] = field(default_factory=asyncio.Queue)
-    drafted: int = 0
     is_ready: bool = False
     task: asyncio.Task[None] | None = None
 
@@ -252,9 +249,7 @@ class DraftServer:
                 case DraftSending(epoch, position, tokens):
                     self.gauge.drafts += len(tokens)
                     self.gauge.tokens.add(len(tokens), self._now())
-                    follows = position == session.drafted
-                    session.drafted = position + len(tokens)
-                    drafts = Drafts(0 if follows else position, pack_tokens(tokens, session.opening.vocab_size))
+                    drafts = Drafts(position, encode_ids(tokens))
                     session.caller.send(drafts, generation=epoch, stream=session.stream)
 
     async def _draft(self, session: _Session) -> None:

@@ -14,7 +14,7 @@ The declarations of ``wire.text_messages`` bound what a peer sends; the function
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from p2ptrain.core.activations import ID_BYTES, decode_ids
@@ -23,7 +23,7 @@ from p2ptrain.core.serving import Sampling, check_sampling
 from p2ptrain.core.texts import printable
 from roles.serving.model import PassRequest
 from wire.chain_messages import MAX_REQUEST_POSITIONS
-from wire.text_messages import MOST_TOKEN_BYTES, DraftOpen, StreamRefused, Verdict
+from wire.text_messages import DraftOpen, StreamRefused, Verdict
 
 OTHER_TOKENIZER, TOO_LONG, FULL, ENGINE = "other-tokenizer", "too-long", "full", "engine"
 """Codes of ``StreamRefused``."""
@@ -184,34 +184,13 @@ def ids_untrusted(data: bytes | bytearray, *, vocab_size: int) -> tuple[int, ...
     return ids
 
 
-def token_bytes(vocab_size: int) -> int:
-    """Bytes per token in drafts and verdicts. These messages are so frequent that one byte matters."""
-    return 2 if vocab_size <= 1 << 16 else MOST_TOKEN_BYTES
-
-
-def pack_tokens(tokens: Iterable[int], vocab_size: int) -> bytes:
-    size = token_bytes(vocab_size)
-    return b"".join(token.to_bytes(size, "little") for token in tokens)
-
-
-def tokens_untrusted(data: bytes, *, vocab_size: int) -> tuple[int, ...]:
-    """Decode the tokens of drafts or of a verdict. Raises ``ProtocolError``: they are not in the vocabulary."""
-    size = token_bytes(vocab_size)
-    if len(data) % size:
-        raise ProtocolError(f"{len(data)} bytes are not a whole number of tokens")
-    tokens = tuple(int.from_bytes(data[at : at + size], "little") for at in range(0, len(data), size))
-    if tokens and max(tokens) >= vocab_size:
-        raise ProtocolError(f"a token id is not in the vocabulary of {vocab_size} tokens")
-    return tokens
-
-
 def verdict_untrusted(message: Verdict, number: int, *, verified: int, vocab_size: int) -> DraftVerdict:
     """A verdict as its core takes it. Raises ``ProtocolError``: no correct verifier sends it.
 
     Args:
         number: number of the verdict, from the header. verified: positions verified before it.
     """
-    tokens = tokens_untrusted(message.tokens, vocab_size=vocab_size)
+    tokens = ids_untrusted(message.tokens, vocab_size=vocab_size)
     return DraftVerdict(number, verified + message.right, tokens, message.depth)
 
 

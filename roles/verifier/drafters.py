@@ -21,7 +21,7 @@ from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, Pr
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.texts import printable
 from roles.background import Background
-from roles.drafter.drafting import DraftVerdict, pack_tokens, refused_untrusted, tokens_untrusted
+from roles.drafter.drafting import DraftVerdict, ids_untrusted, refused_untrusted
 from roles.gauges import MovingAverage
 from roles.line import QUIET_S, Line
 from roles.serving.model import PassOutcome, PassResult
@@ -67,14 +67,13 @@ class DraftSession:
     Attributes:
         stream: the session's number on the connection. known: number of token ids that it began with.
         is_ready: the drafter has processed them. is_over: the session has ended.
-        drafted: position after the drafts that came last; 0 before the first.
         bytes_in, bytes_out: sizes of message bodies.
     """
 
     def __init__(self, link: DrafterLink, stream: int, known: int, text: TextDrafts) -> None:
         self.link, self.stream, self.known, self.text = link, stream, known, text
         self.is_ready = self.is_over = False
-        self.drafted = self.bytes_in = self.bytes_out = 0
+        self.bytes_in = self.bytes_out = 0
 
     def facts(self, accepted: int) -> DrafterFacts:
         at, latency_ms = self.link.at, 1e3 * self.link.model.latency_s
@@ -83,8 +82,7 @@ class DraftSession:
     def send_verdict(self, verdict: DraftVerdict) -> None:
         """Send a verdict. Never raises."""
         try:
-            tokens = pack_tokens(verdict.tokens, self.link.tokens.vocab_size)
-            self.send(Verdict(verdict.right, verdict.depth, tokens), generation=verdict.number)
+            self.send(Verdict(verdict.right, verdict.depth, encode_ids(verdict.tokens)), generation=verdict.number)
         except (UserError, ValueError):  # more tokens than a frame holds: the drafter joined a long text late
             asyncio.get_running_loop().call_soon(self.link.lose, self)
 
@@ -252,9 +250,7 @@ class DrafterLink:
             case Drafts(position):
                 if not session.is_ready:
                     raise ProtocolError("it drafted for a session that is not ready")
-                tokens = tokens_untrusted(message.tokens, vocab_size=self.tokens.vocab_size)
-                position = position or session.drafted
-                session.drafted = position + len(tokens)
+                tokens = ids_untrusted(message.tokens, vocab_size=self.tokens.vocab_size)
                 session.text.take_drafts(received.generation, position, tokens)
             case StreamRefused():
                 self._report_problem(refused_untrusted(message))

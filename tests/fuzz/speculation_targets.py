@@ -15,10 +15,9 @@ from p2ptrain.core.serving import Sampling
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.drafter.drafting import (
     DraftVerdict,
-    pack_tokens,
+    ids_untrusted,
     refused_untrusted,
     sampling_untrusted,
-    tokens_untrusted,
     verdict_untrusted,
 )
 from roles.verifier.drafters import Drafters, Vocabulary
@@ -50,7 +49,7 @@ PROMPT = [5, 80, 11]
 GREEDY = Sampling(temperature=0)
 
 _SMALL = st.integers(-1, 12)
-_IDS = st.lists(st.integers(0, VOCAB) | st.just((1 << 16) - 1), max_size=6).map(lambda ids: pack_tokens(ids, VOCAB))
+_IDS = st.lists(st.integers(0, VOCAB) | st.just((1 << 16) - 1), max_size=6).map(encode_ids)
 _BYTES = _IDS | mutated(_IDS)
 _OPENING = DraftOpen(3, 3, 40, VOCAB, TOKENIZER, 1.0, 0, 1.0, 0, 8, 2.0)
 _OPENINGS = made(
@@ -78,7 +77,7 @@ _NUMBERS = st.integers(0, 5) | WHOLE.filter(lambda number: 0 <= number < 1 << 64
     st.tuples(_OPENINGS | _DRAFTS | _VERDICTS | made(DraftReady) | _REFUSALS, _NUMBERS),
     "roles.drafter.drafting.sampling_untrusted",
     "roles.drafter.drafting.verdict_untrusted",
-    "roles.drafter.drafting.tokens_untrusted",
+    "roles.drafter.drafting.ids_untrusted",
     "roles.drafter.drafting.refused_untrusted",
     weight=60,
 )
@@ -90,12 +89,12 @@ def _check_words(case: tuple[Message, int]) -> None:
             sampling_untrusted(message)
             assert 0 < message.prompt <= message.count <= message.positions <= MAX_POSITIONS
         case Drafts():
-            tokens = tokens_untrusted(message.tokens, vocab_size=VOCAB)
+            tokens = ids_untrusted(message.tokens, vocab_size=VOCAB)
             assert 0 < len(tokens) <= 2 * MAX_DEPTH
             assert all(0 <= token < VOCAB for token in tokens)
         case Verdict():
             told = verdict_untrusted(message, number, verified=7, vocab_size=VOCAB)
-            assert tokens_untrusted(message.tokens, vocab_size=VOCAB) == told.tokens
+            assert ids_untrusted(message.tokens, vocab_size=VOCAB) == told.tokens
             assert told.start == 7 + message.right
             assert 0 <= told.depth <= MAX_DEPTH
         case DraftReady():
@@ -167,7 +166,7 @@ _AS_DRAFTER = st.tuples(
     | made(DraftReady)
     | _REFUSALS
     | _VERDICTS
-    | st.just(Drafts(0, pack_tokens([1, 2], VOCAB))),
+    | st.just(Drafts(0, encode_ids([1, 2]))),
     st.sampled_from([0, 0, 0, -1, 1]),
     st.sampled_from([0, 0, 0, 0, 1, -1]),
 )

@@ -15,7 +15,7 @@ from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, ProtocolError,
 from p2ptrain.core.serving import Pass, Ran, Sampling
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.drafter.draft_server import MAX_CALLERS
-from roles.drafter.drafting import DraftVerdict, pack_tokens
+from roles.drafter.drafting import DraftVerdict
 from roles.line import Line
 from roles.verifier.drafters import Drafters, Vocabulary
 from tests.roles.drafter_hosts import (
@@ -48,7 +48,7 @@ Says = Callable[[int, DraftVerdict | None, int, Connection], None]
 
 
 def drafts(connection: Connection, stream: int, epoch: int, position: int, tokens: list[int]) -> None:
-    connection.send(Drafts(position, pack_tokens(tokens, VOCAB)), generation=epoch, stream=stream)
+    connection.send(Drafts(position, encode_ids(tokens)), generation=epoch, stream=stream)
 
 
 def behind(verdict: DraftVerdict | None) -> int:
@@ -97,10 +97,10 @@ def late_garbage(stream: int, verdict: DraftVerdict | None, number: int, connect
 
 
 LIES = {
-    "another epoch": garbage(Drafts(len(PROMPT), pack_tokens([1], VOCAB)), generation=3),
-    "far ahead": garbage(Drafts(len(PROMPT) + 90, pack_tokens([1], VOCAB))),
-    "no such token": garbage(Drafts(len(PROMPT), pack_tokens([VOCAB], VOCAB))),
-    "another session": garbage(Drafts(len(PROMPT), pack_tokens([1], VOCAB)), offset=5),
+    "another epoch": garbage(Drafts(len(PROMPT), encode_ids([1])), generation=3),
+    "far ahead": garbage(Drafts(len(PROMPT) + 90, encode_ids([1]))),
+    "no such token": garbage(Drafts(len(PROMPT), encode_ids([VOCAB]))),
+    "another session": garbage(Drafts(len(PROMPT), encode_ids([1])), offset=5),
     "ready twice": garbage(DraftReady(1.0)),
     "a verifier's word": garbage(Verdict(0, 1, b"")),
     "a hole": late_garbage,
@@ -255,9 +255,9 @@ BAD_WORDS = {
     "a token out of range": lambda verifier: verifier.open(data=encode_ids([1, 2, 3, 4, VOCAB]), stream=2),
     "the same number again": lambda verifier: verifier.open(stream=1),
     "fewer ids than it says": lambda verifier: verifier.open(data=IDS[4:], stream=2),
-    "a verdict of no session": says(Verdict(0, 8, pack_tokens([1], VOCAB)), stream=9),
-    "a verdict of another number": says(Verdict(0, 8, pack_tokens([1], VOCAB)), generation=2),
-    "a verdict from nowhere": says(Verdict(55, 8, pack_tokens([1], VOCAB))),
+    "a verdict of no session": says(Verdict(0, 8, encode_ids([1])), stream=9),
+    "a verdict of another number": says(Verdict(0, 8, encode_ids([1])), generation=2),
+    "a verdict from nowhere": says(Verdict(55, 8, encode_ids([1]))),
     "a drafter's word": says(DraftReady(1.0)),
 }
 
@@ -328,7 +328,7 @@ async def test_an_engine_that_fails_ends_that_session_with_its_reason() -> None:
             "engine", "the device has no memory left", "use a smaller model"
         )
         assert host.drafter.sessions == 1
-        verifier.connection.send(Verdict(4, 8, pack_tokens([1], VOCAB)), generation=1, stream=1)  # was on its way
+        verifier.connection.send(Verdict(4, 8, encode_ids([1])), generation=1, stream=1)  # was on its way
         verifier.open(stream=2)
         assert (await verifier.next())[0] == 2
 
