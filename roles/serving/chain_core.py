@@ -45,7 +45,7 @@ from enum import Enum, auto
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, PeerError
 from p2ptrain.core.serving import HashedIds, hash_blocks
 from roles.pass_queue import SHARED_CHUNK
-from roles.serving.model import MOST_PASSES
+from roles.serving.model import MOST_PASSES, PassRequest, PassResult
 from wire.chain_messages import MAX_REQUEST_POSITIONS, NEXT_LOST, PREEMPTED, UNKNOWN_PART, UNKNOWN_SESSION, ChainBroken
 
 TOO_SLOW = "too-slow"
@@ -122,18 +122,6 @@ class StageBroken:
 
 
 @dataclass(frozen=True, slots=True)
-class PassSubmitted:
-    """A pass, as in ``p2ptrain.core.serving.Pass``. ``prefill``: the ids belong to a prompt."""
-
-    ids: tuple[int, ...]
-    keep: int
-    samples: int
-    sample_index: int
-    prefill: bool = False
-    targets: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed. ``end``: the client closes the session."""
 
@@ -148,7 +136,7 @@ ChainEvent = (
     | StageDeclined
     | SamplesArrived
     | StageBroken
-    | PassSubmitted
+    | PassRequest
     | Tick
 )
 
@@ -164,7 +152,7 @@ class ForwardSend:
     seat: int
     epoch: int
     number: int
-    work: PassSubmitted
+    work: PassRequest
     last: int
     block_hashes: tuple[bytes, ...] = ()
 
@@ -207,17 +195,6 @@ class StageReplace:
 
 
 @dataclass(frozen=True, slots=True)
-class PassAnswered:
-    """The pass was answered. ``took_s``: since it was first sent. ``mended``: the chain was mended meanwhile."""
-
-    tokens: tuple[int, ...]
-    spent_us: tuple[int, ...]
-    took_s: float
-    mended: bool
-    scores: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class SessionReady:
     """The session runs: it was opened or mended. ``lost``: lost stages with reasons. ``took_s``: since the first."""
 
@@ -230,7 +207,8 @@ class SessionFailed:
     error: P2PTrainError
 
 
-ChainInstruction = ForwardSend | StageAsk | StageClose | StageReplace | PassAnswered | SessionReady | SessionFailed
+ChainInstruction = ForwardSend | StageAsk | StageClose | StageReplace | PassResult | SessionReady | SessionFailed
+"""A ``PassResult`` is of the oldest pass under way."""
 
 
 # ------------------------------------------------------------------------------------------------------------ the core
@@ -252,7 +230,7 @@ class ForwardWork:
         sent_at: when it was first sent; None: it was not.
     """
 
-    work: PassSubmitted
+    work: PassRequest
     last: int
     number: int = 0
     due: float = 0.0
@@ -296,6 +274,7 @@ class ChainSessionCore:
 
     Args:
         seats: current seat of each stage, in order; -1: the stage has no peer.
+        sample_from: as of ``ModelSession``; the positions before it are a prompt's.
         prompt: ids with which the session may begin, as far as all stages have computed them for other sessions.
 
     Attributes:
@@ -304,7 +283,7 @@ class ChainSessionCore:
         awaited: requests of this epoch, in order: those that rebuild stages, or, when RUNNING, the passes.
     """
 
-    def __init__(self, seats: Sequence[int], now: float, prompt: Sequence[int] = ()) -> None:
+    def __init__(self, seats: Sequence[int], now: float, sample_from: int, prompt: Sequence[int] = ()) -> None:
         if not seats:
             raise ValueError("a chain needs at least one stage")
         self.epoch = 1
@@ -313,7 +292,7 @@ class ChainSessionCore:
         self.passes: deque[ForwardWork] = deque()
         self.awaited: deque[ForwardWork] = deque()
         self.last_number = 0
-        self._prefilled = bytearray()  # 1 for each answered position of a prompt
+        self._sample_from = sample_from
         self._stages = [_Stage(seat=seat) for seat in seats]
         self._mending_since: float | None = now
         self._lost: dict[int, str] = {}  # stage -> reason, in this mending
@@ -344,14 +323,14 @@ class ChainSessionCore:
         """Process ``event``.
 
         Raises:
-            ValueError: an invalid ``PassSubmitted``: no ids, too many, ``keep`` beyond the history that the passes
+            ValueError: an invalid ``PassRequest``: no ids, too many, ``keep`` beyond the history that the passes
                 under way leave, or too many of these.
         """
         out: list[ChainInstruction] = []
         if self.phase is ChainPhase.ENDED:
             return out
         match event:
-            case PassSubmitted():
+            case PassRequest():
                 self._submit(event)
             case SamplesArrived():
                 self._take_samples(event, now, out)
@@ -382,12 +361,12 @@ class ChainSessionCore:
 
     # --------------------------------------------------------------------------------------------------------- events
 
-    def _submit(self, event: PassSubmitted) -> None:
+    def _submit(self, event: PassRequest) -> None:
         if not 0 < len(event.ids) <= MAX_REQUEST_POSITIONS:
             raise ValueError(f"a forward request has 1 to {MAX_REQUEST_POSITIONS} positions, not {len(event.ids)}")
         rows, last = max(event.samples, len(event.targets)), self.passes[-1].work if self.passes else None
-        size = last.keep + len(last.ids) if last is not None else len(self.ids)
-        if not 0 <= event.keep <= size or not 0 <= rows <= len(event.ids) or event.sample_index < 0:
+        size = last.stop if last is not None else len(self.ids)
+        if not 0 <= event.keep <= size or not 0 <= rows <= len(event.ids):
             raise ValueError(f"invalid pass: it keeps {event.keep} of {size} positions")
         if len(self.passes) >= MOST_PASSES:
             raise ValueError(f"{len(self.passes)} passes of this session are under way already")
@@ -412,17 +391,16 @@ class ChainSessionCore:
         work = request.work
         if self.phase is not ChainPhase.RUNNING:
             for stage in self._stages[: request.last + 1]:
-                stage.has = work.keep + len(work.ids)
+                stage.has = work.stop
             return
         self._failures = _Failures()
         for stage in self._stages:
             stage.failures = 0
         self.passes.popleft()
-        del self.ids[work.keep :], self._prefilled[work.keep :]
+        del self.ids[work.keep :]
         self.ids += work.ids
-        self._prefilled += bytes([work.prefill]) * len(work.ids)
         assert request.sent_at is not None
-        out.append(PassAnswered(event.tokens, event.spent_us, now - request.sent_at, request.mended, event.scores))
+        out.append(PassResult(event.tokens, now - request.sent_at, event.spent_us, request.mended, event.scores))
 
     def _take_agreement(self, event: StageAnswered) -> None:
         stage = self._stages[event.stage]
@@ -581,7 +559,6 @@ class ChainSessionCore:
             return
         if self._prompt is not None:
             self.ids = list(self._prompt[: min(stage.has for stage in self._stages)])
-            self._prefilled = bytearray(b"\1" * len(self.ids))
             self._prompt = None
         self._sent = HashedIds(self.ids)
         lacking = [index for index, stage in enumerate(self._stages) if stage.has < self._needed]
@@ -599,10 +576,9 @@ class ChainSessionCore:
         start = min(stage.has for stage in self._stages[: last + 1])
         while start < self._needed:
             end = min(start + SHARED_CHUNK, self._needed)
-            prefill = self._prefilled[start]
-            if (other := self._prefilled.find(not prefill, start, end)) >= 0:
-                end = other
-            requests.append(ForwardWork(PassSubmitted(tuple(self.ids[start:end]), start, 0, 0, bool(prefill)), last))
+            if start < self._sample_from:
+                end = min(end, self._sample_from)
+            requests.append(ForwardWork(PassRequest(start, tuple(self.ids[start:end])), last))
             start = end
         return requests
 

@@ -108,8 +108,8 @@ class ChainSession:
         self.sample_from = sample_from
         self.mendings: list[tuple[str, float]] = []
         self._chain, self._opening, self._now = chain, opening, world.clock.now
-        self._core = ChainSessionCore(seats, self._now(), ids[:-1])  # the last position is always computed
-        self._answers: deque[asyncio.Future[ev.PassAnswered]] = deque()  # of the passes under way
+        self._core = ChainSessionCore(seats, self._now(), sample_from, ids[:-1])  # the last position is always computed
+        self._answers: deque[asyncio.Future[PassResult]] = deque()  # of the passes under way
         self._pending: deque[ev.ChainEvent] = deque()
         self._news = asyncio.Event()
         self._opened = False
@@ -138,13 +138,10 @@ class ChainSession:
             raise ConnectionLost("this session is closed", remedy="open another session")
         if self._error is not None:
             raise self._failure()
-        prefill = request.keep < self.sample_from
-        index = request.sample_index(self.sample_from)
-        self.event(ev.PassSubmitted(request.ids, request.keep, request.samples, index, prefill, request.targets))
+        self.event(request)
         self._answers.append(asyncio.get_running_loop().create_future())
-        answered = await self._answers[-1]  # the core ends this wait: each of its waits has a deadline
-        result = PassResult(answered.tokens, answered.took_s, answered.spent_us, answered.mended, answered.scores)
-        self._chain.times.add(result, prefill=prefill)
+        result = await self._answers[-1]  # the core ends this wait: each of its waits has a deadline
+        self._chain.times.add(result, prefill=request.keep < self.sample_from)
         return result
 
     async def close(self) -> None:
@@ -226,7 +223,7 @@ class ChainSession:
                         peer.ask_later("session.close", {"session": self.id, "index": stage}, timeout_s=CLOSE_S)
                 case ev.StageReplace(stage, seat, reason):
                     self._chain.replace(self, stage, seat, reason)
-                case ev.PassAnswered():
+                case PassResult():
                     answer = self._answers.popleft()
                     if not answer.done():  # its caller was cancelled
                         answer.set_result(instruction)
@@ -246,8 +243,8 @@ class ChainSession:
         peer = self._chain.peer_in(0, send.seat)
         if peer is not None:  # otherwise ``StageLost`` follows
             work, count = send.work, len(send.work.ids)
-            what = (send.last, work.samples, work.sample_index)
-            how: dict[str, Any] = {"prefill": work.prefill, "targets": encode_ids(work.targets)}
+            what = (send.last, work.samples, work.sample_index(self.sample_from))
+            how: dict[str, Any] = {"prefill": work.keep < self.sample_from, "targets": encode_ids(work.targets)}
             how["block_hashes"] = b"".join(send.block_hashes)
             request = ForwardRequest(self.id, send.epoch, send.number, work.keep, count, "ids", *what, **how)
             peer.send_forward(request, work.ids)

@@ -8,14 +8,15 @@ from p2ptrain.core.serving import hash_blocks
 from roles.pass_queue import SHARED_CHUNK
 from roles.serving import chain_core as ev
 from roles.serving.chain_core import MOST_STALLS, ChainPhase, ChainSessionCore
+from roles.serving.model import PassRequest, PassResult
 from wire.chain_messages import ChainBroken
 
 PATIENCE_S = ev.ANSWER_S + ev.POSITION_S * ev.MAX_REQUEST_POSITIONS
 
 
-def running(stages: int = 2) -> ChainSessionCore:
+def running(stages: int = 2, sample_from: int = 0) -> ChainSessionCore:
     """One whose stages have opened the session, the last one first."""
-    core = ChainSessionCore([1] * stages, 0.0)
+    core = ChainSessionCore([1] * stages, 0.0, sample_from)
     core.handle(ev.Tick(), 0.0)
     for ask, stage in enumerate(reversed(range(stages)), start=1):
         core.handle(ev.StageAnswered(stage, ask), 0.0)
@@ -28,7 +29,7 @@ def asks_of(instructions: list[ev.ChainInstruction]) -> list[ev.StageAsk]:
 
 
 def test_a_session_is_opened_from_the_last_stage_on() -> None:
-    core = ChainSessionCore([1, 1], 0.0)
+    core = ChainSessionCore([1, 1], 0.0, 0)
     out = core.handle(ev.Tick(), 0.0)
     assert out == [ev.StageAsk("open", 1, 1, 1, 1, PATIENCE_S)]  # it is dialled by the one before
     assert core.handle(ev.StageAnswered(1, 1), 0.0) == [ev.StageAsk("open", 0, 1, 2, 1, PATIENCE_S, 1)]
@@ -37,9 +38,9 @@ def test_a_session_is_opened_from_the_last_stage_on() -> None:
 
 def test_answers_of_an_older_epoch_are_dropped() -> None:
     core = running()
-    core.handle(ev.PassSubmitted((5,), 0, 1, 0), 0.0)
+    core.handle(PassRequest(0, (5,), 1), 0.0)
     core.handle(ev.SamplesArrived(1, core.last_number, (7,), (1, 1)), 0.0)
-    core.handle(ev.PassSubmitted((7,), 1, 1, 1), 0.0)
+    core.handle(PassRequest(1, (7,), 1), 0.0)
     late = ev.SamplesArrived(1, core.last_number, (9,), (1, 1))
     (asked,) = asks_of(core.handle(ev.StageBroken(0, ChainBroken("", 1, 1, ev.NEXT_LOST, "cut")), 1.0))
     assert core.epoch == 2
@@ -55,7 +56,7 @@ def test_a_missing_answer_raises_the_epoch_and_then_ends_the_session() -> None:
     """All live, nothing is answered: the epoch is raised, which costs a hung stage its place; then it is over."""
     core = running()
     assert core.next_deadline() is None
-    core.handle(ev.PassSubmitted((5,), 0, 1, 0), 0.0)
+    core.handle(PassRequest(0, (5,), 1), 0.0)
     due = core.next_deadline()
     assert due is not None
     assert due > 100  # nothing was measured yet
@@ -76,7 +77,7 @@ def test_a_missing_answer_raises_the_epoch_and_then_ends_the_session() -> None:
 
 def test_a_stage_that_failed_ends_the_session() -> None:
     core = running()
-    core.handle(ev.PassSubmitted((5,), 0, 1, 0), 0.0)
+    core.handle(PassRequest(0, (5,), 1), 0.0)
     out = core.handle(ev.StageBroken(1, ChainBroken("", 1, 1, "failed", "out of memory")), 1.0)
     assert [type(item) for item in out] == [ev.StageClose, ev.StageClose, ev.SessionFailed]
 
@@ -84,10 +85,10 @@ def test_a_stage_that_failed_ends_the_session() -> None:
 def test_a_stage_that_drops_positions_for_older_sessions_gets_them_again() -> None:
     """However often, up to a bound. The other stage keeps what it has."""
     core = running()
-    (send,) = core.handle(ev.PassSubmitted((5, 6), 0, 1, 0), 0.0)
+    (send,) = core.handle(PassRequest(0, (5, 6), 1), 0.0)
     assert isinstance(send, ev.ForwardSend)
     core.handle(ev.SamplesArrived(1, send.number, (7,), (1, 1)), 0.0)
-    core.handle(ev.PassSubmitted((7,), 2, 1, 1), 0.0)
+    core.handle(PassRequest(2, (7,), 1), 0.0)
     for _ in range(ev.MOST_PREEMPTIONS):
         asks = asks_of(core.handle(ev.StageBroken(1, ChainBroken("", core.epoch, 1, ev.PREEMPTED, "no room")), 1.0))
         assert [(item.kind, item.stage, item.keep) for item in asks] == [("resume", 1, 2), ("resume", 0, 2)]
@@ -103,7 +104,7 @@ def test_a_stage_that_drops_positions_for_older_sessions_gets_them_again() -> No
 
 def test_a_session_begins_with_what_all_stages_have() -> None:
     prompt = tuple(range(200))
-    core = ChainSessionCore([1, 1], 0.0, prompt)
+    core = ChainSessionCore([1, 1], 0.0, 200, prompt)
     (asked,) = asks_of(core.handle(ev.Tick(), 0.0))
     assert asked.block_hashes == hash_blocks(prompt)
     (asked,) = asks_of(core.handle(ev.StageAnswered(1, asked.ask, 192), 0.0))
@@ -112,7 +113,7 @@ def test_a_session_begins_with_what_all_stages_have() -> None:
     assert core.ids == list(prompt[:64])
     text = [*prompt, 5, 6]
     for keep, stop, new in ((64, 150, (1,)), (150, 200, (2,)), (200, 202, ())):
-        (send,) = core.handle(ev.PassSubmitted(tuple(text[keep:stop]), keep, 0, 0, True), 0.0)
+        (send,) = core.handle(PassRequest(keep, tuple(text[keep:stop])), 0.0)
         assert isinstance(send, ev.ForwardSend)
         assert send.block_hashes == tuple(hash_blocks(text)[at] for at in new)
         core.handle(ev.SamplesArrived(1, send.number, (), (1, 1)), 0.0)
@@ -120,14 +121,14 @@ def test_a_session_begins_with_what_all_stages_have() -> None:
     core.handle(ev.StageAnswered(1, resumed.ask, 202), 1.0)
     (asked,) = asks_of(core.handle(ev.StageAssigned(0, 2), 1.0))
     assert asked.block_hashes == hash_blocks(text)
-    send, _ = [
+    send, *_ = [
         item for item in core.handle(ev.StageAnswered(0, asked.ask, 64), 1.0) if isinstance(item, ev.ForwardSend)
     ]
     assert (send.work.keep, send.last) == (64, 0), "only what the new stage lacks"
 
 
 def test_a_refusal_that_another_peer_would_repeat_ends_the_session() -> None:
-    core = ChainSessionCore([1, 1], 0.0)
+    core = ChainSessionCore([1, 1], 0.0, 0)
     core.handle(ev.Tick(), 0.0)
     out = core.handle(ev.StageDeclined(1, 1, "memory", "no memory for so many positions", "ask for fewer"), 0.0)
     assert [type(item) for item in out] == [ev.SessionFailed]
@@ -135,9 +136,9 @@ def test_a_refusal_that_another_peer_would_repeat_ends_the_session() -> None:
 
 def test_a_new_stage_gets_the_whole_history_through_those_before_it() -> None:
     core = running(3)
-    core.handle(ev.PassSubmitted(tuple(range(1000)), 0, 1, 0), 0.0)
+    core.handle(PassRequest(0, tuple(range(1000)), 1), 0.0)
     core.handle(ev.SamplesArrived(1, core.last_number, (1,), (1, 1, 1)), 10.0)
-    core.handle(ev.PassSubmitted((5,), 1000, 1, 0), 10.0)
+    core.handle(PassRequest(1000, (5,), 1), 10.0)
     (resumed,) = asks_of(core.handle(ev.StageLost(1, 1, "killed"), 11.0))
     core.handle(ev.StageAnswered(2, resumed.ask, 1000), 11.0)
     (opened,) = asks_of(core.handle(ev.StageAssigned(1, 2), 11.0))
@@ -154,27 +155,24 @@ def test_a_new_stage_gets_the_whole_history_through_those_before_it() -> None:
     assert (send.work.keep, send.work.ids, send.last) == (1000, (5,), 2)
 
 
-def test_positions_are_computed_again_as_they_were() -> None:
-    core = running(1)
-    # A prompt in two requests, a token, a draft of two that is verified, another prompt of one token.
-    for keep, count, prefill in ((0, 4, True), (4, 2, True), (6, 1, False), (7, 2, False), (9, 1, True)):
-        (send,) = core.handle(ev.PassSubmitted(tuple(range(count)), keep, 0, 0, prefill), 0.0)
+def test_a_prompt_and_what_was_written_are_computed_again_apart() -> None:
+    core = running(1, sample_from=6)
+    for keep, count in ((0, 4), (4, 2), (6, 1), (7, 2)):  # a prompt in two requests, a token, a verified draft
+        (send,) = core.handle(PassRequest(keep, tuple(range(count))), 0.0)
         assert isinstance(send, ev.ForwardSend)
-        assert send.work.prefill == prefill
         core.handle(ev.SamplesArrived(1, send.number, (), (1,)), 0.0)
     core.handle(ev.StageLost(0, 1, "killed"), 1.0)
     (asked,) = core.handle(ev.StageAssigned(0, 2), 1.0)
     assert isinstance(asked, ev.StageAsk)
     sends = core.handle(ev.StageAnswered(0, asked.ask), 1.0)
-    again = [(len(send.work.ids), send.work.prefill) for send in sends if isinstance(send, ev.ForwardSend)]
-    assert again == [(6, True), (3, False), (1, True)]
+    assert [(keep, len(ids)) for keep, ids, _ in forwarded(sends)] == [(0, 6), (6, 3)]
 
 
 @pytest.mark.parametrize(("tokens", "scores"), [((7, 8), bytes(8)), ((7,), bytes(4)), ((7,), b"")])
 def test_a_peer_that_sends_an_invalid_answer_is_replaced(tokens: tuple[int, ...], scores: bytes) -> None:
     """One token and two scores were wanted."""
     core = running()
-    (send,) = core.handle(ev.PassSubmitted((5, 6), 0, 1, 0, targets=(6, 1)), 0.0)
+    (send,) = core.handle(PassRequest(0, (5, 6), 1, (6, 1)), 0.0)
     assert isinstance(send, ev.ForwardSend)
     out = core.handle(ev.SamplesArrived(1, send.number, tokens, (1, 1), scores), 0.0)
     assert [item for item in out if isinstance(item, ev.StageReplace)] == [
@@ -190,27 +188,27 @@ def test_passes_under_way_are_sent_at_once_and_answered_in_order() -> None:
     core = running(1)
     sent = []
     for keep, ids in ((0, (5, 6)), (2, (7,)), (1, (8,))):  # the last one cuts both off
-        sent += forwarded(core.handle(ev.PassSubmitted(ids, keep, 1, 0), 0.0))
+        sent += forwarded(core.handle(PassRequest(keep, ids, 1), 0.0))
     assert [(keep, ids) for keep, ids, _ in sent] == [(0, (5, 6)), (2, (7,)), (1, (8,))]
     with pytest.raises(ValueError, match="keeps 3 of 2"):
-        core.handle(ev.PassSubmitted((9,), 3, 1, 0), 0.0)
+        core.handle(PassRequest(3, (9,), 1), 0.0)
     for (_, _, number), token, ids in zip(sent, (1, 2, 3), ([5, 6], [5, 6, 7], [5, 8]), strict=True):
         (answer,) = core.handle(ev.SamplesArrived(1, number, (token,), (1,)), 0.0)
-        assert isinstance(answer, ev.PassAnswered)
+        assert isinstance(answer, PassResult)
         assert (answer.tokens, core.ids) == ((token,), ids)
     for _ in range(ev.MOST_PASSES):
-        core.handle(ev.PassSubmitted((9,), 0, 1, 0), 0.0)
+        core.handle(PassRequest(0, (9,), 1), 0.0)
     with pytest.raises(ValueError, match="under way already"):
-        core.handle(ev.PassSubmitted((9,), 0, 1, 0), 0.0)
+        core.handle(PassRequest(0, (9,), 1), 0.0)
 
 
 def test_passes_under_way_are_sent_again_after_what_the_first_of_them_keeps() -> None:
     """The last pass cuts off what the first one needs: it is computed again, too."""
     core = running(1)
-    (first,) = forwarded(core.handle(ev.PassSubmitted((1, 2, 3, 4), 0, 1, 0), 0.0))
+    (first,) = forwarded(core.handle(PassRequest(0, (1, 2, 3, 4), 1), 0.0))
     core.handle(ev.SamplesArrived(1, first[2], (9,), (1,)), 0.0)
     for keep, ids in ((4, (5, 6)), (2, (7,))):
-        core.handle(ev.PassSubmitted(ids, keep, 1, 0), 0.0)
+        core.handle(PassRequest(keep, ids, 1), 0.0)
     assert core.committed == 2
     (asked,) = asks_of(core.handle(ev.StageBroken(0, ChainBroken("", 1, 1, ev.NEXT_LOST, "cut")), 1.0))
     assert asked.keep == 2
