@@ -35,7 +35,7 @@ class ShownDrafter:
 
 @dataclass(frozen=True, slots=True)
 class Verifier:
-    """A model of a verifier and its drafters, the highest share of right drafts first."""
+    """A model of a verifier and its drafters, those that are right most often first."""
 
     info: ServingInfo
     drafters: tuple[ShownDrafter, ...]
@@ -75,7 +75,7 @@ def _drafters(info: ServingInfo, serving: Mapping[str, ServingInfo]) -> tuple[Sh
             found.append(ShownDrafter(figures, known.name, known.model, known.stats.get("tokens_per_s")))
         else:
             found.append(ShownDrafter(figures, figures.peer, "", None))
-    return tuple(sorted(found, key=lambda shown: (-(shown.figures.share or 0.0), shown.name, shown.figures.peer)))
+    return tuple(sorted(found, key=lambda shown: (-(shown.figures.alpha or 0.0), shown.name, shown.figures.peer)))
 
 
 def draw_verifier(
@@ -174,7 +174,7 @@ def _join_with_dots(words: Sequence[str], first: str, role: str) -> Row:
 
 def _drafter_rows(verifier: Verifier, look_of: Callable[[str], Look], width: int) -> list[Row]:
     names = max([cell_len(drafter.name) + cell_len(drafter.model) + 4 for drafter in verifier.drafters])
-    columns = [("drafter", min(42, names)), ("right", 12), ("    away", 8), ("its share", 11), (" drafts/s", 9)]
+    columns = [("drafter", min(42, names)), ("right", 12), ("    away", 8), (" drafts/s", 9)]
     rows = []
     for drafter in verifier.drafters:
         figures, look = drafter.figures, look_of(drafter.figures.peer)
@@ -184,16 +184,14 @@ def _drafter_rows(verifier: Verifier, look_of: Callable[[str], Look], width: int
             Span(f"  {fit(drafter.model, 20)}", "dim"),
         ]
         away, pace = Span(f"{fmt.millis(figures.latency_ms):>8}"), Span(f"{fmt.count(drafter.pace):>9}", "dim")
-        rows.append(
-            [name, _share_bar(figures.alpha, 7, "good"), [away], _share_bar(figures.share, 6, "accent"), [pace]]
-        )
+        rows.append([name, _right_bar(figures.alpha), [away], [pace]])
     return fmt.table(columns, rows, width)
 
 
-def _share_bar(share: float | None, cells: int, role: str) -> Row:
-    if share is None:
-        return [Span(f"{UNKNOWN:>{cells + 5}}", "dim")]
-    return [Span(fmt.bar(share, cells), role), Span(f"{fmt.percent(share):>5}")]
+def _right_bar(alpha: float | None) -> Row:
+    if alpha is None:
+        return [Span(f"{UNKNOWN:>12}", "dim")]
+    return [Span(fmt.bar(alpha, 7), "good"), Span(f"{fmt.percent(alpha):>5}")]
 
 
 class ServingPanel(TextPanel):

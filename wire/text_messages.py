@@ -205,13 +205,11 @@ class DrafterList(Message, kind=67):
 
 
 class DrafterFigures(Declared):
-    """A connected drafter of a verifier: its acceptance, one-way latency, and part of the accepted drafts. None:
-    unknown."""
+    """A connected drafter of a verifier: its acceptance, None if it is unknown, and one-way latency."""
 
     peer: Id
     alpha: Share | None = None
     latency_ms: Amount = 0.0
-    share: Share | None = None
 
 
 class ServingFacts(Declared):

@@ -89,23 +89,18 @@ class Gauge:
 
     Attributes:
         draft: time of a draft.
-        tokens: drafted tokens per second. busy: share of the time that the engine computes.
-        drafts: all drafts sent. right: accepted ones. wrong: contradicted ones, without the drafts after them.
+        tokens: drafted tokens per second.
+        right: accepted drafts. wrong: contradicted ones, without the drafts after them.
     """
 
     def __init__(self) -> None:
-        self.draft, self.tokens, self.busy = MovingAverage(), Rate(), Rate()
-        self.drafts = self.right = self.wrong = 0
+        self.draft, self.tokens = MovingAverage(), Rate()
+        self.right = self.wrong = 0
 
     def figures(self, now: float) -> dict[str, float]:
         judged = self.right + self.wrong
         alpha = {"alpha": self.right / judged} if judged else {}
-        return alpha | {
-            "tokens_per_s": self.tokens.per_s(now),
-            "busy": min(1.0, self.busy.per_s(now)),
-            "step_ms": 1e3 * self.draft.seconds,
-            "drafts": float(self.drafts),
-        }
+        return alpha | {"tokens_per_s": self.tokens.per_s(now)}
 
 
 class DraftServer:
@@ -131,7 +126,6 @@ class DraftServer:
         self._model, self._name, self._tokenizer = model, name, tokenizer
         self._on_news = on_news
         self.gauge = Gauge()
-        self._noted_busy_s = 0.0
         self._now = world.clock.now
         self._callers: set[_Caller] = set()
         self._sessions: set[_Session] = set()
@@ -247,7 +241,6 @@ class DraftServer:
                 case PassRequest():
                     session.passes.put_nowait(instruction)
                 case DraftSending(epoch, position, tokens):
-                    self.gauge.drafts += len(tokens)
                     self.gauge.tokens.add(len(tokens), self._now())
                     drafts = Drafts(position, encode_ids(tokens))
                     session.caller.send(drafts, generation=epoch, stream=session.stream)
@@ -291,8 +284,6 @@ class DraftServer:
         result = await model.append(PassRequest(request.keep, ids, request.samples))
         if len(ids) == 1:
             self.gauge.draft.add(result.took_s)
-        self.gauge.busy.add(self._model.busy_s - self._noted_busy_s, self._now())
-        self._noted_busy_s = self._model.busy_s
         return result.tokens
 
     def _too_long(self, size: int) -> Refused:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from configs.schema import Profile
@@ -89,6 +90,15 @@ async def plan_job(profile: Profile, shape: ModelShape, peers: PeerTable, survey
     }
 
 
+_VERBS = {
+    "pause": ("paused", co.Signal.PAUSE, "was asked to pause", "only a job that is neither paused nor over can be"),
+    "resume": ("resumed", co.Signal.RESUME, "was asked to resume", "only a paused job can be"),
+    "cancel": ("cancelled", co.Signal.CANCEL, "was cancelled", "it is over"),
+    "save": ("saved", co.Signal.SAVE, "was asked to save a checkpoint", "only a running job can save a checkpoint"),
+}
+"""What operators tell a job → what it then is, the event, what is noted; and why it may be refused."""
+
+
 class JobRequests:
     """The requests that change jobs and checkpoints. ``callers``: each operator's connection → its software.
     ``check_profile`` raises ``Refused`` if the seed cannot run a new job with this profile."""
@@ -108,10 +118,7 @@ class JobRequests:
             "jobs.plan": self._jobs_plan,
             "jobs.list": self._jobs_list,
             "jobs.show": self._jobs_show,
-            "jobs.pause": self._jobs_pause,
-            "jobs.resume": self._jobs_resume,
-            "jobs.cancel": self._jobs_cancel,
-            "jobs.save": self._jobs_save,
+            **{f"jobs.{verb}": partial(self._tell, verb) for verb in _VERBS},
             "jobs.set": self._jobs_set,
             "jobs.forget": self._jobs_forget,
             "checkpoints.list": self._checkpoints_list,
@@ -169,29 +176,18 @@ class JobRequests:
         controller = self._find(params)
         return {"job": self._jobs.info(controller).to_map(), "spec": controller.effective_spec}
 
-    async def _jobs_pause(self, params: Params, connection: Connection) -> Result:
-        controller = self._find(params)
-        if controller.core.phase in ENDED or controller.core.paused:
-            raise _wrong_state(controller, "paused", "only a job that is neither paused nor over can be")
-        return await self._post(controller, co.Signal.PAUSE, "was asked to pause")
-
-    async def _jobs_resume(self, params: Params, connection: Connection) -> Result:
-        controller = self._find(params)
-        if not controller.core.paused:
-            raise _wrong_state(controller, "resumed", "only a paused job can be")
-        return await self._post(controller, co.Signal.RESUME, "was asked to resume")
-
-    async def _jobs_cancel(self, params: Params, connection: Connection) -> Result:
-        controller = self._find(params)
-        if controller.core.phase in ENDED:
-            raise _wrong_state(controller, "cancelled", "it is over")
-        return await self._post(controller, co.Signal.CANCEL, "was cancelled")
-
-    async def _jobs_save(self, params: Params, connection: Connection) -> Result:
-        controller = self._find(params)
-        if controller.core.phase is not JobPhase.RUNNING and controller.core.state != "saving":
-            raise _wrong_state(controller, "saved", "only a running job can save a checkpoint")
-        return await self._post(controller, co.Signal.SAVE, "was asked to save a checkpoint")
+    async def _tell(self, verb: str, params: Params, connection: Connection) -> Result:
+        controller, (done, signal, what, why) = self._find(params), _VERBS[verb]
+        core = controller.core
+        is_possible = {
+            "pause": core.phase not in ENDED and not core.paused,
+            "resume": core.paused,
+            "cancel": core.phase not in ENDED,
+            "save": core.phase is JobPhase.RUNNING or core.state == "saving",
+        }[verb]
+        if not is_possible:
+            raise _wrong_state(controller, done, why)
+        return await self._post(controller, signal, what)
 
     async def _jobs_set(self, params: Params, connection: Connection) -> Result:
         controller = self._find(params)

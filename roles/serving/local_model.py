@@ -58,7 +58,7 @@ class LocalModel:
 
     Attributes:
         sessions: open ones, in the order of their opening.
-        busy_s: time in which batches were computed. preemptions: how often a session lost its memory to older ones.
+        preemptions: how often a session lost its memory to older ones.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class LocalModel:
         self.vocab_size, self.context, self.dtype = engine.vocab_size, context, engine.encoding
         self.engine, self._compute, self._clock = engine, compute, clock
         self.sessions: list[LocalSession] = []
-        self.busy_s, self.preemptions = 0.0, 0
+        self.preemptions = 0
         self._max_sessions, self._usual_positions = max_sessions, usual_positions
         position_bytes = engine.cache_position_bytes  # 0: unknown
         self._most_positions = max(1, cache_bytes // position_bytes) if cache_bytes and position_bytes else 0
@@ -171,7 +171,6 @@ class LocalModel:
             except P2PTrainError as error:
                 ran = dict.fromkeys(passes, error)
             took_s = self._clock.now() - began
-            self.busy_s += took_s
             for session in batch:
                 work, result = passes[session.name], ran[session.name]
                 # Alone and from its first position, it will never have room.

@@ -15,8 +15,6 @@ MOST_DRAFTERS = 32
 """Most drafters in the figures of a text, the most often right ones: the figures must fit a message."""
 RECENT_TOKENS = 512
 """Approximate window of recent figures, in tokens."""
-BY = "by "
-"""Prefix of a drafter's peer id: its right drafts in passes."""
 PARTS = ("verify", "draft", "wait")
 _COUNTS = ("passes", "self_steps", "drafted", "verified", "accepted", "wasted")
 
@@ -171,7 +169,7 @@ def _by_peer(drafters: Sequence[DrafterFacts]) -> list[dict[str, Any]]:
 
 
 def sums_of(core: DecodingStats, spent_s: Mapping[str, float], drafters: Sequence[DrafterFacts]) -> TextSums:
-    sums: dict[str, float] = {
+    return {
         "tokens": core.tokens,
         "after": core.tokens - bool(core.tokens),  # after the first token, which belongs to the prompt
         "passes": core.passes,
@@ -184,9 +182,6 @@ def sums_of(core: DecodingStats, spent_s: Mapping[str, float], drafters: Sequenc
         "judged": core.judged,
         "right": core.right,
     }
-    for facts in drafters:
-        sums[BY + facts.peer_id] = sums.get(BY + facts.peer_id, 0.0) + facts.accepted
-    return sums
 
 
 def add_sums(sums: Iterable[TextSums]) -> dict[str, float]:
@@ -254,9 +249,3 @@ def figures_of(grown: TextSums, step_s: float) -> dict[str, float]:
     elif step_s > 0:
         found["alone_ms"] = 1e3 * step_s
     return found
-
-
-def shares_of(grown: TextSums) -> dict[str, float]:
-    right = {name.removeprefix(BY): value for name, value in grown.items() if name.startswith(BY)}
-    total = sum(right.values())
-    return {peer_id: value / total for peer_id, value in right.items()} if total > 0 else {}

@@ -119,9 +119,10 @@ class DrafterLink:
     def sessions(self) -> int:
         return len(self._sessions)
 
-    def figures(self, share: float | None) -> DrafterFigures:
+    @property
+    def figures(self) -> DrafterFigures:
         alpha = self.model.alpha if self.model.known else None
-        return DrafterFigures(self.at.peer_id, alpha, round(1e3 * self.model.latency_s, 1), share)
+        return DrafterFigures(self.at.peer_id, alpha, round(1e3 * self.model.latency_s, 1))
 
     # -------------------------------------------------------------------------------------------------------- its life
 

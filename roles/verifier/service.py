@@ -20,7 +20,7 @@ from p2ptrain.core.world import World
 from roles.gauges import MovingAverage, Rate
 from roles.serving.model import DecodingStats, PassRequest, ServedModel
 from roles.serving.text_service import WAIT_S, ModelTextService, TextSession
-from roles.serving.text_stats import RecentSums, add_sums, figures_of, shares_of
+from roles.serving.text_stats import RecentSums, add_sums, figures_of
 from roles.serving.texts import TextRequest
 from roles.verifier.cost_model import CostModel
 from roles.verifier.drafters import Drafters, TextDrafts
@@ -117,10 +117,6 @@ class VerifierFigures:
         total = self._add_up(now)
         counts = {name: float(getattr(total, name)) for name in ("tokens", "drafted", "accepted", "wasted")}
         return {"tokens_per_s": self._rate.per_s(now)} | counts | figures_of(self._recent.grown, step_s)
-
-    def shares(self) -> dict[str, float]:
-        """Each drafter's share of the recent right drafts, by peer id; empty: there were none."""
-        return shares_of(self._recent.grown)
 
     def _add_up(self, now: float) -> DecodingStats:
         total = DecodingStats()
@@ -225,10 +221,8 @@ class VerifierService(ModelTextService):
         return counts | self._figures.as_map(now, self.cost_model.step_s) | self._pace.as_map(now)
 
     def drafters(self) -> list[DrafterFigures]:
-        """The connected drafters; their shares are those of the recent right drafts."""
-        shares = self._figures.shares()
-        links = self._drafters.connected_links() if self._drafters is not None else []
-        return [link.figures(shares.get(link.at.peer_id, 0.0) if shares else None) for link in links]
+        """The connected drafters."""
+        return [link.figures for link in self._drafters.connected_links()] if self._drafters is not None else []
 
     async def close(self, reason: P2PTrainError | None = None) -> None:
         """End all texts, with ``reason`` for their readers. The model stays open. Never raises."""

@@ -91,7 +91,7 @@ MALFORMED = [
             {"stats": {"alpha": math.nan}},
             {"stats": {f"x{index}": 1.0 for index in range(MAX_FIGURES + 1)}},
             {"drafters": [1]},
-            {"drafters": [{"peer": "d1", "share": 1.5}]},
+            {"drafters": [{"peer": "d1", "alpha": 1.5}]},
             {"port": 0},
         )
     ),

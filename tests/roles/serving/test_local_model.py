@@ -86,7 +86,6 @@ async def test_passes_of_all_sessions_are_computed_together() -> None:
         times = await asyncio.gather(*(three_passes(session) for session in sessions))
         assert times == [[pytest.approx(PASS_S)] * 3] * 3
         assert [len(batch) for batch in batches] == [3, 3, 3]
-        assert target.busy_s == pytest.approx(3 * PASS_S)
 
 
 @pytest.mark.virtual_time

@@ -13,7 +13,6 @@ from roles.serving.text_stats import (
     RecentSums,
     TextStats,
     figures_of,
-    shares_of,
     sums_of,
 )
 from wire.codec import encode
@@ -88,4 +87,3 @@ def test_the_figures_of_a_text() -> None:
         "alone_ms": 100.0,
         "speed_up": pytest.approx(0.1 * 40 / 1.75),
     }
-    assert shares_of(sums) == {"d1": 0.75, "d2": 0.25}
