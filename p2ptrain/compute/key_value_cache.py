@@ -104,7 +104,8 @@ class KeyValueMemory:
         """Allocate memory for so many positions. Those that it had keep their content."""
         for index, layer in enumerate(self.layers):
             keys, values = (tensor.new_zeros(positions, *tensor.shape[1:]) for tensor in layer)
-            keys[: self.positions], values[: self.positions] = layer
+            for new, tensor in zip((keys, values), layer, strict=True):
+                new[: self.positions] = tensor[: self.positions]  # it has more after memory ran out for a later layer
             self.layers[index] = keys, values
         self.positions = positions
 
