@@ -16,9 +16,9 @@ from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.world import World
 from roles.background import Background
-from roles.forward_batch import send_forward
 from roles.line import DIAL_S, QUIET_S, Line
 from roles.seed.peers import host_dialled_from
+from roles.worker.stage_links import send_forward
 from wire.address import advertised_host
 from wire.chain_messages import ChainBroken, ForwardRequest, PartLoading, Sampled, SampledBatch
 from wire.client import PendingCalls

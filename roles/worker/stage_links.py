@@ -12,11 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused
-from roles.forward_batch import send_forward
 from roles.line import Line
 from roles.worker.context import PeerContext
 from roles.worker.stage_requests import PeerAddress
-from wire.chain_messages import NEXT_LOST, UNKNOWN_SESSION, ForwardRequest
+from wire.chain_messages import CHAIN_STREAM, NEXT_LOST, UNKNOWN_SESSION, ForwardBatch, ForwardRequest, split_batch
 from wire.connection import Connection, Received
 from wire.messages import Message
 
@@ -27,6 +26,17 @@ MAX_INCOMING = 64
 
 LinkKey = tuple[str, int]
 """Id of the part that this worker holds as the stage, and the stage's index."""
+
+
+def send_forward(connection: Connection, work: Sequence[tuple[ForwardRequest, memoryview]]) -> None:
+    """Send requests and their payloads, which must not change, in as few messages as possible. Raises
+    ``ConnectionLost``."""
+    payloads = iter([payload for _, payload in work])
+    for requests in split_batch(request for request, _ in work):
+        parts = [next(payloads) for _ in requests]
+        connection.send(ForwardBatch(requests))
+        payload = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+        connection.send_bulk(payload, generation=0, stream=CHAIN_STREAM)
 
 
 @dataclass(eq=False)

@@ -18,12 +18,12 @@ from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, Network, World
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.compute_thread import ComputeThread
-from roles.forward_batch import send_forward
 from roles.line import Line
 from roles.model_directory import DigestCache, ModelDirectory, open_model
 from roles.worker.context import PeerContext
 from roles.worker.links import Prober, ProbeResponder
 from roles.worker.model_loading import give
+from roles.worker.stage_links import send_forward
 from roles.worker.stage_requests import OpenRequest
 from roles.worker.stage_session import StageSession
 from roles.worker.stages import Stages

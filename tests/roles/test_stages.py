@@ -12,10 +12,10 @@ import pytest
 from p2ptrain.core.errors import ProtocolError, Refused, ResourceError
 from p2ptrain.core.serving import Sampling
 from p2ptrain.lab.memory import MemoryNetwork
-from roles.forward_batch import send_forward
 from roles.model_directory import ModelDirectory
 from roles.worker import forward_requests
 from roles.worker.forward_requests import ROOM_S
+from roles.worker.stage_links import send_forward
 from roles.worker.stage_session import MOST_QUEUED, QUEUED_FROM_STAGE
 from tests.roles.stage_doubles import (
     PORT,
