@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from roles.serving.chain import StageChain
 
 _TRAINING = ("STAGE", "PEER", "LAYERS", "WEIGHTS", "TRAINING", "LIMIT", "IN FLIGHT", "MS/MICRO", "HOP MS")
+_STAGE_FACTS = ("start", "stop", "weights_bytes", "cache_bytes", "compute_s", "hop_s")
 _CHAIN = ("PEER", "LAYERS", "WEIGHTS", "CACHE", "LIMIT", "MS", "HOP MS", "TOKENS/S")
 
 
@@ -25,19 +26,9 @@ def placement_map(placement: Placement) -> dict[str, Any]:
     """A placement for programs. An unbounded rate is null, because JSON has no infinity."""
     return {
         "stages": [
-            {
-                "stage": index,
-                "peer": stage.peer.id,
-                "name": stage.peer.name,
-                "start": stage.start,
-                "stop": stage.stop,
-                "weights_bytes": stage.weights_bytes,
-                "cache_bytes": stage.cache_bytes,
-                "limit_bytes": stage.peer.memory_bytes,
-                "compute_s": stage.compute_s,
-                "hop_s": stage.hop_s,
-                "tokens_per_s": _finite(stage.tokens_per_s),
-            }
+            {"stage": index, "peer": stage.peer.id, "name": stage.peer.name, "limit_bytes": stage.peer.memory_bytes}
+            | {name: getattr(stage, name) for name in _STAGE_FACTS}
+            | {"tokens_per_s": _finite(stage.tokens_per_s)}
             for index, stage in enumerate(placement.stages)
         ],
         "client_hop_s": placement.client_hop_s,
