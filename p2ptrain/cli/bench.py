@@ -325,19 +325,17 @@ def serve(
     rtt: Annotated[float, option("--round-trip MS", "Emulated round trip between workers.", min=0, max=9999)] = 20.0,
     threads: Annotated[int, option("--threads N", "CPU threads in all; 0: all cores.", min=0, max=1024)] = 0,
     rounds: Annotated[int, option("--rounds N", "Measured rounds.", min=1, max=1000)] = 3,
-    arrival: Annotated[int, option("--arrival N", "Tokens of a prompt that arrives meanwhile; 0: none.", min=0)] = 1000,
     as_json: JsonOption = False,
 ) -> None:
     """Measure many texts at a time, of a whole and of a split model.
 
     Peers run as join starts them. Texts are requested over HTTP and compared with those of the model alone.
-    transformers' padded batch and its continuous batching take turns with the whole model. A further row shows the
-    longest gap between two tokens when a long prompt arrives.
+    transformers' padded batch and its continuous batching take turns with the whole model.
 
     \b
     Examples:
       p2ptrain bench serve
-      p2ptrain bench serve --sizes 22M --splits 0 --at-once 1,8 --arrival 0
+      p2ptrain bench serve --sizes 22M --splits 0 --at-once 1,8
       p2ptrain bench serve --splits 2,3 --round-trip 20 --json > split.json
       p2ptrain bench serve --model runs/tiny/checkpoints/step-100 --at-once 1,4
     """
@@ -352,7 +350,7 @@ def serve(
     numbers, stage_numbers = whole_numbers_of(texts, "--at-once", 1, 64), whole_numbers_of(stages, "--splits", 0, 15)
     at, cores = str(model.absolute()) if model else "", threads or os.cpu_count() or 1
     shape = (numbers, prompt_tokens, tokens, stage_numbers)
-    plan = ServePlan(at, chosen, *shape, rtt, cores, rounds, arrival)
+    plan = ServePlan(at, chosen, *shape, rtt, cores, rounds)
     _measure(plan.report(), lambda bench, report: measure_serve(bench, plan, report), as_json)
 
 

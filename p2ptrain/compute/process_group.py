@@ -216,12 +216,9 @@ class RingProcessGroup(dist.ProcessGroup):
     # ------------------------------------------------------------------------------------------------------ reductions
 
     def allreduce(self, tensors: Any, opts: Any = None) -> RingWork:
-        return self._reduce_all([_single(tensors)], opts)
+        return self.allreduce_coalesced([_single(tensors)], opts)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> RingWork:
-        return self._reduce_all(tensors, opts)
-
-    def _reduce_all(self, tensors: list[torch.Tensor], opts: Any) -> RingWork:
         reduction, timeout_s = _reduction(opts), self._seconds(opts)
         if any(tensor.is_sparse for tensor in tensors):
             return _join([self._sparse_sum(tensor, reduction, timeout_s) for tensor in tensors])
@@ -378,21 +375,20 @@ class RingProcessGroup(dist.ProcessGroup):
         return self.recv(tensors, None, tag)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> RingWork:
-        tensor = _single(inputs)
-        parts = outputs[0] if self._own_rank == _root(opts) else []
-        if parts:
-            _check_parts(parts, self._own_size, tensor)
-        return self._exchanged(parts, self._only(_root(opts), tensor), opts)
+        return self._exchanged(self._at_root(outputs, _single(inputs), opts), self._only(inputs, opts), opts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> RingWork:
-        tensor = _single(outputs)
-        parts = inputs[0] if self._own_rank == _root(opts) else []
-        if parts:
-            _check_parts(parts, self._own_size, tensor)
-        return self._exchanged(self._only(_root(opts), tensor), parts, opts)
+        return self._exchanged(self._only(outputs, opts), self._at_root(inputs, _single(outputs), opts), opts)
 
-    def _only(self, root: int, tensor: torch.Tensor) -> list[torch.Tensor | None]:
-        return [tensor if rank == root else None for rank in range(self._own_size)]
+    def _at_root(self, lists: Any, like: torch.Tensor, opts: Any) -> list[torch.Tensor]:
+        """The tensors of all ranks, which only the root has."""
+        parts = list(lists[0]) if self._own_rank == _root(opts) else []
+        if parts:
+            _check_parts(parts, self._own_size, like)
+        return parts
+
+    def _only(self, tensors: Any, opts: Any) -> list[torch.Tensor | None]:
+        return [_single(tensors) if rank == _root(opts) else None for rank in range(self._own_size)]
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> RingWork:
         if not len(outputs) == len(inputs) == self._own_size:
@@ -407,10 +403,11 @@ class RingProcessGroup(dist.ProcessGroup):
         input_sizes: Sequence[int] = (),
         opts: Any = None,
     ) -> RingWork:
-        into, put_back = _flat(output, read=False)
-        parts = _split(into, output, output_sizes, self._own_size)
-        sends = _split(_flat(source)[0], source, input_sizes, self._own_size)
-        return self._exchange(parts, sends, opts, put_back, [output])
+        parts, sends = (
+            _split(tensor, sizes, self._own_size) for tensor, sizes in ((output, output_sizes), (source, input_sizes))
+        )
+        work = self._exchanged(parts, sends, opts)
+        return RingWork(work._pending, [output])
 
     all_to_all_single = alltoall_base
 
@@ -418,37 +415,20 @@ class RingProcessGroup(dist.ProcessGroup):
         self, outputs: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor | None], opts: Any
     ) -> RingWork:
         """Send ``inputs[r]`` to rank r, and receive ``outputs[r]`` from it; None: nothing."""
-        targets = [None if output is None else _flat(output, read=False) for output in outputs]
-
-        def put_back() -> None:
-            for target in targets:
-                if target is not None:
-                    target[1]()
-
-        arrays = [None if target is None else target[0] for target in targets]
-        sends = [None if tensor is None else _flat(tensor)[0] for tensor in inputs]
-        results = [output for output in outputs if output is not None]
-        return self._exchange(arrays, sends, opts, put_back, results)
-
-    def _exchange(
-        self,
-        targets: Sequence[Array | None],
-        sources: Sequence[Array | None],
-        opts: Any,
-        done: Done,
-        results: list[torch.Tensor],
-    ) -> RingWork:
         own, tag = self._own_rank, -next(self._exchanges)
-        sends, receives = (
-            [GroupMessage(item, peer, tag) for peer, item in enumerate(arrays) if item is not None and peer != own]
-            for arrays in (sources, targets)
-        )
-        if own < min(len(targets), len(sources)):
-            target, source = targets[own], sources[own]
-            if target is not None and source is not None:
-                target[:] = source
+        targets = {rank: _flat(each, read=False) for rank, each in enumerate(outputs) if each is not None}
+        sources = {rank: _flat(each)[0] for rank, each in enumerate(inputs) if each is not None}
+
+        def done() -> None:
+            for _, put_back in targets.values():
+                put_back()
+
+        if own in targets and own in sources:
+            targets[own][0][:] = sources[own]
+        receives = [GroupMessage(array, peer, tag) for peer, (array, _) in targets.items() if peer != own]
+        sends = [GroupMessage(array, peer, tag) for peer, array in sources.items() if peer != own]
         pending = self.operations.exchange(sends, receives, self._seconds(opts), done)
-        return RingWork([pending], results)
+        return RingWork([pending], [output for output in outputs if output is not None])
 
     def _seconds(self, opts: Any) -> float:
         return (opts.timeout if opts is not None and opts.timeout > timedelta(0) else self._timeout).total_seconds()
@@ -578,7 +558,7 @@ def _check_parts(parts: Sequence[torch.Tensor], size: int, like: torch.Tensor) -
         raise ValueError(f"{size} tensors of {like.numel()} elements of {like.dtype} are expected, one for each rank")
 
 
-def _split(array: Array, tensor: torch.Tensor, sizes: Sequence[int], size: int) -> list[Array]:
+def _split(tensor: torch.Tensor, sizes: Sequence[int], size: int) -> Sequence[torch.Tensor]:
     """Cut along the first dimension: by ``sizes``, or evenly if it is empty."""
     rows = tensor.shape[0] if tensor.dim() else 1
     if not sizes and rows % size:
@@ -586,8 +566,7 @@ def _split(array: Array, tensor: torch.Tensor, sizes: Sequence[int], size: int) 
     sizes = list(sizes) or [rows // size] * size
     if len(sizes) != size or sum(sizes) != rows:
         raise ValueError(f"the sizes {sizes} do not split {rows} rows over {size} ranks")
-    row = array.size // max(rows, 1)
-    return np.split(array, [row * stop for stop in itertools.accumulate(sizes)][:-1])
+    return torch.split(tensor.detach() if tensor.dim() else tensor.detach()[None], sizes)
 
 
 def _nothing() -> None:

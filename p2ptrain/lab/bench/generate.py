@@ -13,7 +13,7 @@ import http.client
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
@@ -93,9 +93,8 @@ class GeneratedText:
         return (self.came_s[-1] - self.asked_s) / max(1, self.tokens)
 
 
-def ask(port: int, body: Answer, on_piece: Callable[[], None] = lambda: None) -> GeneratedText:
-    """Request the text that follows a ``prompt`` over HTTP. Blocks; calls ``on_piece`` when a piece has come. Raises
-    ``JobFailed``, ``NetworkError``."""
+def ask(port: int, body: Answer) -> GeneratedText:
+    """Request the text that follows a prompt over HTTP. Blocks. Raises ``JobFailed``, ``NetworkError``."""
     text = GeneratedText(asked_s=time.perf_counter())
     body = body | {"stream": True, "stream_options": {"include_usage": True}}
     connection = http.client.HTTPConnection(LOOPBACK, port, timeout=120.0)
@@ -115,7 +114,6 @@ def ask(port: int, body: Answer, on_piece: Callable[[], None] = lambda: None) ->
             if piece := "".join(each["text"] for each in event.get("choices", ())):
                 text.text += piece
                 text.came_s.append(time.perf_counter())
-                on_piece()
     except (OSError, http.client.HTTPException) as error:
         raise NetworkError(f"a text broke off: {error}") from error
     finally:
@@ -133,12 +131,12 @@ class Peers:
         self._threads = ThreadPoolExecutor(texts)
         self.model = ""
 
-    async def write(self, body: Answer, on_piece: Callable[[], None] = lambda: None) -> GeneratedText:
+    async def write(self, body: Answer) -> GeneratedText:
         """Request a text, see ``ask``. Raises ``P2PTrainError``."""
         loop = asyncio.get_running_loop()
 
         async def work() -> GeneratedText:
-            return await loop.run_in_executor(self._threads, ask, self._port, body | {"model": self.model}, on_piece)
+            return await loop.run_in_executor(self._threads, ask, self._port, body | {"model": self.model})
 
         return await self.cluster.while_alive(work(), needed=[self.cluster.seed, self.cluster.peers["verifier"]])
 

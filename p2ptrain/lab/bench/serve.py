@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from p2ptrain.core.texts import human_duration
-from p2ptrain.lab.bench.generate import GeneratedText, Peers, start_peers
+from p2ptrain.lab.bench.generate import Peers, start_peers
 from p2ptrain.lab.bench.report import BenchReport, Case, Contender, Shown, times
 from p2ptrain.lab.bench.runner import Answer, Bench, Members
 
@@ -27,8 +27,6 @@ RANDOM_MODELS: dict[str, Answer] = {
 }
 """Sizes of random models with ``WORDS`` tokens, by their number of parameters."""
 WORDS = 10_240
-WRITING = 8
-"""Texts that are written while a long prompt arrives."""
 RIVALS = ("padded", "continuous")
 
 
@@ -42,7 +40,6 @@ class ServePlan:
         stages: numbers of workers that hold the model; 0: it is whole.
         round_trip_ms: between the peers of a split model.
         threads: for computing, of all processes of a case together.
-        arrival: tokens of a prompt that arrives while others write; 0: none.
     """
 
     model: str
@@ -54,7 +51,6 @@ class ServePlan:
     round_trip_ms: float
     threads: int
     rounds: int
-    arrival: int
 
     def report(self) -> BenchReport:
         name = Path(self.model).name or "random models"
@@ -135,9 +131,6 @@ class ServeCase:
             for rival in RIVALS if rivals else ():
                 self.contenders[f"{texts} {rival}"] = Contender(f"{texts} {rival}")
                 work[f"{texts} {rival}"] = partial(self._sample_rival, texts, rival)
-        if plan.arrival:
-            title = f"{min(WRITING, max(plan.texts))} and a prompt of {plan.arrival}"
-            self.contenders["arrival"], work["arrival"] = Contender(title), self._sample_arrival
 
         async def sample(name: str) -> list[float]:
             counts = name in warmed
@@ -154,66 +147,30 @@ class ServeCase:
                     contender.facts[fact] = [upper / lower for upper, lower in pairs]
 
     async def _sample_texts(self, texts: int, counts: bool) -> float:
+        """Returns the seconds for the tokens of one text, of so many at a time. A text that ended early has fewer."""
         numbers = [next(self._numbers) for _ in range(texts)] if counts else list(range(texts))
-        made = await self._write_all([await self._body(number) for number in numbers])
-        if not counts:
-            differ = sum(text.text != self._alone[number] for number, text in zip(numbers, made, strict=True))
-            self.contenders[f"{texts}"].facts["differ"] = differ
-        return self._note(f"{texts}", made, made, counts)
+        bodies, facts = [await self._body(number) for number in numbers], self.contenders[f"{texts}"].facts
+        made = await asyncio.gather(*(self._peers.write(body) for body in bodies))
+        if counts:
+            gaps = [later - before for text in made for before, later in pairwise(text.came_s)]
+            news = {"first_s": [text.came_s[0] - text.asked_s for text in made], "between_s": gaps}
+            for fact, values in (news | {"longest_s": [max(gaps)] if gaps else []}).items():
+                facts.setdefault(fact, []).extend(values)
+        else:
+            facts["differ"] = sum(text.text != self._alone[number] for number, text in zip(numbers, made, strict=True))
+        spent_s = max(text.came_s[-1] for text in made) - min(text.asked_s for text in made)
+        return spent_s * self._plan.tokens / sum(text.tokens for text in made)
 
     async def _sample_rival(self, texts: int, rival: str, counts: bool) -> float:
-        prompts = [await self._prompt(self._plan.prompt_tokens) for _ in range(texts)]
+        prompts = [await self._prompt(next(self._numbers)) for _ in range(texts)]
         order: Answer = {"prompts": prompts, "tokens": self._plan.tokens, "continuous": rival == RIVALS[1]}
         (answer,) = await self._members.all("write_texts", seconds=5.0 * texts, **order)
         return float(answer["seconds"]) / texts
 
-    async def _sample_arrival(self, counts: bool) -> float:
-        """Have a long prompt arrive when a quarter of the tokens of others is written."""
-        plan, loop, has_begun, pieces = self._plan, asyncio.get_running_loop(), asyncio.Event(), count(1)
-        texts = min(WRITING, max(plan.texts))
-        bodies = [await self._body(next(self._numbers)) for _ in range(texts)]
-        late = {"prompt": await self._prompt(plan.arrival), "max_tokens": 1, "temperature": 0}
-
-        def on_piece() -> None:
-            if next(pieces) == max(texts, texts * plan.tokens // 4):
-                loop.call_soon_threadsafe(has_begun.set)
-
-        async def arrive() -> GeneratedText:
-            await has_begun.wait()
-            return await self._peers.write(late)
-
-        arriving = asyncio.ensure_future(arrive())
-        try:
-            made = await self._write_all(bodies, on_piece)
-            has_begun.set()  # the texts were shorter than asked
-            return self._note("arrival", made, [await arriving], counts)
-        finally:
-            arriving.cancel()
-
-    def _note(self, name: str, texts: list[GeneratedText], asked: list[GeneratedText], counts: bool) -> float:
-        """Note the times of these texts, and of the first tokens of ``asked``, if the round counts.
-
-        Returns:
-            seconds for the tokens of one text, of so many at a time. A text that ended early has fewer.
-        """
-        if counts:
-            gaps = [later - before for text in texts for before, later in pairwise(text.came_s)]
-            news = {"first_s": [text.came_s[0] - text.asked_s for text in asked], "between_s": gaps}
-            for fact, values in (news | {"longest_s": [max(gaps)] if gaps else []}).items():
-                self.contenders[name].facts.setdefault(fact, []).extend(values)
-        spent_s = max(text.came_s[-1] for text in texts) - min(text.asked_s for text in texts)
-        return spent_s * self._plan.tokens / sum(text.tokens for text in texts)
-
     async def _body(self, number: int) -> Answer:
         drawn = {"temperature": 0.8, "seed": number} if number % 2 else {"temperature": 0}
-        prompt = await self._prompt(self._plan.prompt_tokens, number)
-        return {"prompt": prompt, "max_tokens": self._plan.tokens, **drawn}
+        return {"prompt": await self._prompt(number), "max_tokens": self._plan.tokens, **drawn}
 
-    async def _prompt(self, tokens: int, number: int | None = None) -> str:
-        """The prompt of this number; None: a new one."""
-        seed = next(self._numbers) if number is None else number
-        (answer,) = await self._members.all("make_prompt", seed=seed, tokens=tokens)
+    async def _prompt(self, number: int) -> str:
+        (answer,) = await self._members.all("make_prompt", seed=number, tokens=self._plan.prompt_tokens)
         return str(answer["prompt"])
-
-    async def _write_all(self, bodies: list[Answer], *on_piece: Callable[[], None]) -> list[GeneratedText]:
-        return list(await asyncio.gather(*(self._peers.write(body, *on_piece) for body in bodies)))
