@@ -209,19 +209,19 @@ class _Session:
 
     Attributes:
         picker: of the last stage.
-        history: of a ``WholeModel``.
         adapter: its name; empty: the model itself.
-        ids: if the model has switches (``ContextLimit``), the token ids of all positions.
+        ids: of a ``WholeModel``, or if the model has switches (``ContextLimit``): the token ids of all positions.
         computed: number of positions whose keys are computed; with switches it may be less than those of ``ids``.
         passed_switches: number of switches that these keys are beyond.
+        state: of a ``WholeModel``, see ``WholeModel.forward``.
     """
 
     picker: Picker | None
-    history: TokenHistory | None
     adapter: str
     ids: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     computed: int = 0
     passed_switches: int = 0
+    state: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +271,7 @@ class ServedPart:
         self._tables, self._sessions = SessionTables(), dict[str, _Session]()
         self._is_reserved = False
         self._padding = RowPadding()
+        self._keeps_ids = bool(model.switches) or isinstance(model, WholeModel)
         self._capture: Capture | None = None
         self._runners: dict[str, PassRunner] = {}  # by adapter, whose kernels are in their captures
         self._adapters = ServedAdapters(self._model.module)
@@ -342,10 +343,8 @@ class ServedPart:
         elif needed > most:
             text = f"a text of {positions} tokens does not fit: this part has memory for {most * BLOCK_POSITIONS}"
             raise ResourceError(text, remedy="ask for fewer tokens")
-        history = TokenHistory() if isinstance(self._model, WholeModel) else None
-        self._sessions[session] = _Session(picker if self._model.part.last else None, history, adapter)
-        can_share = history is None and not self._model.switches
-        hashes = own_hashes(adapter, block_hashes) if can_share else ()
+        self._sessions[session] = _Session(picker if self._model.part.last else None, adapter)
+        hashes = () if self._keeps_ids else own_hashes(adapter, block_hashes)
         return self._tables.open(session, positions, hashes, order)
 
     def close(self, session: str) -> None:
@@ -435,7 +434,7 @@ class ServedPart:
         """Cut a session to ``keep`` after its pass failed. Numbers that are not finite would spoil masked sums."""
         keep, session = each.work.keep, each.session
         self._tables.cut(each.name, keep)
-        session.ids, session.computed = session.ids[:keep], min(session.computed, keep)
+        session.ids, session.computed, session.state = session.ids[:keep], min(session.computed, keep), {}
         if keep % BLOCK_POSITIONS:
             self._memory.clear(each.rows.table[keep // BLOCK_POSITIONS], keep % BLOCK_POSITIONS)
 
@@ -471,9 +470,10 @@ class ServedPart:
         depends on the ids alone, however they came."""
         session, keep, stop, x = each.session, each.work.keep, each.rows.stop, each.x
         self._adapters.use_one(session.adapter)
-        switches = self._model.switches
-        session.computed = min(session.computed, keep)
-        if switches:
+        switches, first = self._model.switches, 0 if self._keeps_ids else keep
+        if keep < session.computed:
+            session.computed, session.state = keep, {}
+        if self._keeps_ids:
             x = session.ids = torch.cat([session.ids[:keep].to(x.device), x])
         else:
             session.computed = keep  # also those that it shares
@@ -482,15 +482,15 @@ class ServedPart:
         for end in (*(switch for switch in switches if done < switch < stop), stop):
             passed = bisect_left(switches, end)
             if passed != session.passed_switches:
-                session.computed, session.passed_switches = 0, passed
-            start, first = session.computed, 0 if switches else keep
-            cache: Any = session.history
-            if cache is None:
-                cache = SessionCache(self._memory, SessionRows(each.rows.table[: blocks_of(end)], start, end))
+                session.computed, session.passed_switches, session.state = 0, passed, {}
+            start = session.computed
+            positions = torch.arange(start, end, device=x.device)
+            if isinstance(self._model, WholeModel):
+                outs.append(self._model.forward(x[None, :end], session.state, start=start, logits=end - done)[0])
             else:
-                cache.cut(start)
-            new, positions = x[None, start - first : end - first], torch.arange(start, end, device=x.device)
-            outs.append(self._model.forward(new, positions, cache, logits=end - done)[0])
+                cache = SessionCache(self._memory, SessionRows(each.rows.table[: blocks_of(end)], start, end))
+                new = x[None, start - first : end - first]
+                outs.append(self._model.forward(new, positions, cache, logits=end - done)[0])
             session.computed = done = end
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
@@ -527,24 +527,6 @@ class ServedPart:
 # -------------------------------------------------------------------------------------------- models that do not split
 
 
-@dataclass(slots=True)
-class TokenHistory:
-    """The cache of one session of a ``WholeModel``.
-
-    Attributes:
-        ids: token ids of all positions so far, shape (length,).
-        state: keyword arguments for ``prepare_inputs_for_generation`` of the next token, with the model's own cache.
-            Empty if there is no cache that fits ``ids``: then the next pass starts from the first token.
-    """
-
-    ids: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    state: dict[str, Any] = field(default_factory=dict)
-
-    def cut(self, keep: int) -> None:
-        if keep < len(self.ids):
-            self.ids, self.state = self.ids[:keep], {}
-
-
 class WholeModel:
     """All layers of a model, run as transformers' ``generate`` runs it; its attributes and methods are those of
     ``PartModel`` that serving needs.
@@ -566,21 +548,25 @@ class WholeModel:
         self.weights_bytes = tensors_bytes(model)
 
     def new_memory(self) -> KeyValueMemory:
-        """Its sessions have their keys and values in their histories."""
+        """Its sessions have the model's own caches."""
         return KeyValueMemory(self.module.config, [], self.module.dtype, self.module.device)
 
-    def forward(self, x: Tensor, positions: Tensor, cache: TokenHistory, *, logits: int) -> Tensor:
-        """Logits (1, ``logits``, vocab) of the last of the token ids ``x`` (1, T), which follow those in ``cache``."""
-        model, goes_on = self.module, bool(cache.state) and x.shape[1] == 1
-        ids = torch.cat([cache.ids.to(x.device), x[0]])[None]
-        state = cache.state if goes_on else {"attention_mask": torch.ones_like(ids), "use_cache": True}
-        cache.state = {}  # what a failed pass leaves in the model's own cache is not used
+    def forward(self, ids: Tensor, state: dict[str, Any], *, start: int, logits: int) -> Tensor:
+        """Logits (1, ``logits``, vocab) of the last of the token ids (1, T).
+
+        Args:
+            state: keyword arguments for ``prepare_inputs_for_generation``, with the model's own cache of the first
+                ``start`` ids. Empty if there is none, then the pass starts from the first id. It is brought up to date.
+        """
+        model, goes_on = self.module, bool(state) and ids.shape[1] == start + 1
+        known = dict(state) if goes_on else {"attention_mask": torch.ones_like(ids), "use_cache": True}
+        state.clear()  # what a failed pass leaves in the model's own cache is not used
         if model._supports_logits_to_keep():
-            state = state | {"logits_to_keep": logits}
+            known["logits_to_keep"] = logits
         inputs = model.prepare_inputs_for_generation(
-            ids, next_sequence_length=1 if goes_on else None, is_first_iteration=not goes_on, **state
+            ids, next_sequence_length=1 if goes_on else None, is_first_iteration=not goes_on, **known
         )
         outputs = model(**inputs, return_dict=True)
-        state = model._update_model_kwargs_for_generation(outputs, state)
-        cache.ids, cache.state = ids[0], state if any(state.get(name) is not None for name in ALL_CACHE_NAMES) else {}
+        known = model._update_model_kwargs_for_generation(outputs, known)
+        state.update(known if any(known.get(name) is not None for name in ALL_CACHE_NAMES) else {})
         return cast(Tensor, outputs.logits[:, -logits:])
