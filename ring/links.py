@@ -158,7 +158,9 @@ class Inbound:
             return again
         for other, held in mine.items():  # the peer moved to another view, or dials again
             if other == key or (held.job, held.generation) != (hello.job, hello.generation):
-                self._let_go(other, again)
+                del self._held[other]
+                if not held.let_go.done():
+                    held.let_go.set_result(again)
         loop = asyncio.get_running_loop()
         held = self._held[key] = _Held(hello.job, hello.generation, connection, loop.create_future())
         closed = loop.create_task(connection.closed.wait(), name="held")
@@ -202,11 +204,6 @@ class Inbound:
             ) from None
         finally:
             del self._waiting[key]
-
-    def _let_go(self, key: tuple[str, str], refusal: Refuse) -> None:
-        held = self._held.pop(key)
-        if not held.let_go.done():
-            held.let_go.set_result(refusal)
 
 
 def _key(hello: Hello) -> _Key:

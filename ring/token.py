@@ -343,10 +343,6 @@ class ShareRule:
     seed: int = 0
     equal: bool = False
 
-    @property
-    def by_speed(self) -> bool:
-        return not (self.by_size or self.equal)
-
     def of_step(self, counts: Sequence[int], step: int) -> Shares:
         """The shares of a step that do not depend on the one before. ``counts``: those of the view, in rank order."""
         if not 0 < self.sample < len(counts):
@@ -417,7 +413,7 @@ def add_probe(counts: Sequence[int], unit_us: Sequence[int], idle_steps: Sequenc
     from the busiest member. Probes cost at most ``PROBE_PERCENT`` of the time if the idle member is still slow.
     ``idle_steps``: for each rank, the number of consecutive steps without a micro-batch."""
     units = _known(unit_us)
-    span = max(1, _makespan(counts, units))
+    span = max(1, *(count * unit for count, unit in zip(counts, units, strict=True)))
     for rank, (count, idle) in enumerate(zip(counts, idle_steps, strict=True)):
         wait = max(0, units[rank] - span)
         if count == 0 and idle > 0 and PROBE_PERCENT * idle * span >= 100 * wait:
@@ -431,7 +427,3 @@ def _known(unit_us: Sequence[int]) -> list[int]:
     known = sorted(unit for unit in unit_us if unit)
     usual = known[len(known) // 2] if known else 1
     return [unit or usual for unit in unit_us]
-
-
-def _makespan(counts: Sequence[int], units: Sequence[int]) -> int:
-    return max(count * unit for count, unit in zip(counts, units, strict=True))

@@ -195,9 +195,9 @@ class Transaction(JobMember):
 
     def _shares_after(self, tokens: Sequence[Token]) -> Shares:
         """Rule 6."""
-        view = self._current
-        if not self._share_rule.by_speed:
-            return self._share_rule.of_step([member.count for member in view.members], self.applied + 1)
+        view, rule = self._current, self._share_rule
+        if rule.by_size or rule.equal:
+            return rule.of_step([member.count for member in view.members], self.applied + 1)
         if view.stages > 1:  # they depend on each replica's slowest stage, which the tokens do not show
             return self.shares
         return self.shares.after([token.unit_us for token in tokens])

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 
-from p2ptrain.core.serving import BLOCK_POSITIONS, Preempted
+from p2ptrain.core.serving import BLOCK_POSITIONS, Preempted, blocks_of
 
 
 class BlockPool:
@@ -203,15 +203,11 @@ class SessionTables:
     def _take(self, name: str, table: BlockTable) -> int:
         while (block := self.pool.take(name, table.blocks[-1] if table.blocks else None)) is None:
             last = next(reversed([name for name, other in self._tables.items() if other.blocks or other is table]))
-            self.preempt(last)
+            self.cut(last, 0)
+            self._tables[last].was_preempted = True
             if last == name:
                 raise Preempted("there is no memory for the new positions of a session, beside those of older ones")
         return block
-
-    def preempt(self, name: str) -> None:
-        """Drop all positions of a session."""
-        self.cut(name, 0)
-        self._tables[name].was_preempted = True
 
     def finish(self, name: str, length: int, hashes: Sequence[bytes]) -> None:
         """The session has ``length`` positions now. ``hashes``: of its last full blocks."""
@@ -220,8 +216,3 @@ class SessionTables:
         full = table.blocks[: length // BLOCK_POSITIONS]
         for block, hashed in zip(reversed(full), reversed(hashes), strict=False):
             self.pool.remember(block, hashed)
-
-
-def blocks_of(positions: int) -> int:
-    """Number of blocks that so many positions are in."""
-    return -(-positions // BLOCK_POSITIONS)

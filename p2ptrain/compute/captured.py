@@ -39,8 +39,8 @@ SMALLEST_BUCKET, LARGEST_BUCKET = 256, 4096
 saves."""
 MOST_CAPTURES = 32
 """Captures that are kept, those used last; each keeps the memory of its tensors."""
-Bucket = tuple[int, int, int]
-"""Sessions, rows of each, positions that they attend to."""
+Bucket = tuple[int, int, int, str]
+"""Sessions, rows of each, positions that they attend to; their adapter, whose kernels are captured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,11 @@ class PassRunner:
         self._passes: OrderedDict[Bucket, int | CapturedPass] = OrderedDict()
         self._positions = memory.positions
 
-    def forward(self, x: Tensor, sessions: Sequence[SessionRows], wanted: Sequence[int]) -> Tensor:
+    def forward(self, x: Tensor, sessions: Sequence[SessionRows], wanted: Sequence[int], adapter: str = "") -> Tensor:
         """Hidden states of the rows ``x`` (T,) or (T, width), session by session; on the last stage the logits of the
         rows with the indices ``wanted``."""
         counts = [rows.stop - rows.start for rows in sessions]
-        bucket = self._bucket(counts, sessions)
+        bucket = *self._sizes(counts, sessions), adapter
         inputs, real = self._inputs(x, sessions, counts, bucket)
         index = real[torch.tensor(wanted, device=real.device)] if self._model.part.last else real
         known = self._known(bucket)
@@ -89,7 +89,7 @@ class PassRunner:
                 return self._compute(*inputs, index)
         return known.run(*inputs).index_select(0, index)
 
-    def _bucket(self, counts: Sequence[int], sessions: Sequence[SessionRows]) -> Bucket:
+    def _sizes(self, counts: Sequence[int], sessions: Sequence[SessionRows]) -> tuple[int, int, int]:
         most = max(rows.extent for rows in sessions)
         if max(counts) > MOST_NEW:  # not one that repeats
             return len(sessions), max(counts), most
@@ -99,7 +99,7 @@ class PassRunner:
         self, x: Tensor, sessions: Sequence[SessionRows], counts: Sequence[int], bucket: Bucket
     ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """Inputs of ``CapturedPass``, and the index of each row of ``x`` among its rows."""
-        sessions_count, rows_count, extent = bucket
+        sessions_count, rows_count, extent, _ = bucket
         owners = [*zip(sessions, counts, accumulate(counts, initial=0), strict=False)]  # with each one's first row
         source: list[int] = []
         positions: list[list[int]] = []

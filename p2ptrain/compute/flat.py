@@ -124,11 +124,6 @@ class FlatModel:
         """View of the loss slot, shape ()."""
         return self.gradients[-1]
 
-    @property
-    def target_share(self) -> Tensor:
-        """View of the slot for a share of targets, shape ()."""
-        return self.gradients[-2]
-
     def copy_tensors(self, source: Mapping[str, Tensor]) -> None:
         """Copy parameters (of a shard: its rows) by name. Raises ``ValueError`` if names or shapes differ from this
         model's."""

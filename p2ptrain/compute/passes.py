@@ -211,7 +211,7 @@ class Passes:
         if spec.data.private:
             self._divisor = spec.micro_batches * spec.micro_batch_tokens
             targets = batches.targets(step, batches.first, batches.count)
-            self._built.flat.target_share.fill_(targets / self._divisor)
+            self._built.flat.gradients[-2] = targets / self._divisor
         else:
             self._divisor = batches.targets(step, 0, spec.micro_batches)
 

@@ -123,8 +123,7 @@ class RingWork(dist.Work):
     def source_rank(self) -> int:
         return self._pending[-1].result()
 
-    def _source_rank(self) -> int:
-        return self.source_rank()
+    _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         if self._future is None:

@@ -26,7 +26,7 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 
 from p2ptrain.compute.activations import DTYPES, bytes_of, decode_untrusted, encode, ids_untrusted
 from p2ptrain.compute.adapter import MergedTable
-from p2ptrain.compute.blocks import SessionTables, blocks_of
+from p2ptrain.compute.blocks import SessionTables
 from p2ptrain.compute.captured import MOST_NEW, Capture, CudaCapture, PassRunner
 from p2ptrain.compute.device import ComputeDevice, check_memory, pick_device, translate_out_of_memory
 from p2ptrain.compute.key_value_cache import BatchCache, KeyValueMemory, SessionCache, SessionRows, attend_in_batches
@@ -41,7 +41,7 @@ from p2ptrain.compute.split_check import check_splits
 from p2ptrain.core.activations import IDS, activation_bytes
 from p2ptrain.core.adapters import file_of, is_adapter, read_adapter
 from p2ptrain.core.errors import ConfigError, JobFailed, P2PTrainError, ProtocolError, ResourceError, UserError
-from p2ptrain.core.serving import BLOCK_POSITIONS, PartSpec, Pass, Ran, Sampling, check_positions
+from p2ptrain.core.serving import BLOCK_POSITIONS, PartSpec, Pass, Ran, Sampling, blocks_of, check_positions
 from p2ptrain.core.tensor_files import MAX_CONFIG_BYTES, TensorTable, config_untrusted
 
 MAX_SESSIONS = 256
@@ -272,8 +272,7 @@ class ServedPart:
         self._is_reserved = False
         self._padding = RowPadding()
         self._keeps_ids = bool(model.switches) or isinstance(model, WholeModel)
-        self._capture: Capture | None = None
-        self._runners: dict[str, PassRunner] = {}  # by adapter, whose kernels are in their captures
+        self._runner: PassRunner | None = None
         self._adapters = ServedAdapters(self._model.module)
         if self.is_batched:
             attend_in_batches(self._model.module)
@@ -286,7 +285,7 @@ class ServedPart:
     def capture_passes(self, capture: Capture) -> None:
         """Compute in the form that suits a GPU from now on, and replay passes that repeat."""
         if self.is_batched:
-            self._capture = capture
+            self._runner = PassRunner(self._model, self._memory, capture)
 
     def add_adapter(self, name: str, table: MergedTable) -> None:
         """Load an adapter. Raises ``StorageError``: its file cannot be read."""
@@ -370,7 +369,7 @@ class ServedPart:
         """What is computed in one pass of the model."""
         if not self.is_batched:
             return [[each] for each in ready]
-        if self._capture is None:
+        if self._runner is None:
             return [ready] if ready else []
         few: dict[str, list[_ReadyPass]] = {}
         for each in ready:
@@ -445,12 +444,10 @@ class ServedPart:
         x, ends = torch.cat([each.x for each in group]), list(accumulate(each.work.count for each in group))
         wanted = [row for each, end in zip(group, ends, strict=True) for row in range(end - each.wanted, end)]
         rows = [each.rows for each in group]
-        if self._capture is not None:
+        if self._runner is not None:
             adapter = group[0].session.adapter
             self._adapters.use_one(adapter)
-            if adapter not in self._runners:
-                self._runners[adapter] = PassRunner(self._model, self._memory, self._capture)
-            out = self._runners[adapter].forward(x, rows, wanted)
+            out = self._runner.forward(x, rows, wanted, adapter)
         else:
             total = self._padding.rows(len(x))
             positions = torch.cat([torch.arange(each.start, each.stop) for each in rows])

@@ -167,9 +167,14 @@ BLOCK_POSITIONS = 64
 HASH_BYTES = 16
 
 
+def blocks_of(positions: int) -> int:
+    """Number of blocks that so many positions are in."""
+    return -(-positions // BLOCK_POSITIONS)
+
+
 def round_to_blocks(positions: int) -> int:
     """The positions of all blocks that so many positions need."""
-    return -(-positions // BLOCK_POSITIONS) * BLOCK_POSITIONS
+    return blocks_of(positions) * BLOCK_POSITIONS
 
 
 def hash_blocks(ids: Sequence[int], known: Sequence[bytes] = ()) -> tuple[bytes, ...]:

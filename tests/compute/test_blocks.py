@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2ptrain.compute.blocks import SessionTables, blocks_of
-from p2ptrain.core.serving import BLOCK_POSITIONS, Preempted, hash_blocks
+from p2ptrain.compute.blocks import SessionTables
+from p2ptrain.core.serving import BLOCK_POSITIONS, Preempted, blocks_of, hash_blocks
 
 
 class Memory:

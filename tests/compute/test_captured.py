@@ -166,7 +166,7 @@ def test_captures_are_bounded_and_end_with_their_memory(tmp_path: Path, monkeypa
     for count in (1, 2):
         for _ in range(PASSES_BEFORE_CAPTURE + 1):
             client.run([1] * count, keep=9)
-        [made] = [made for made in part._runners[""]._passes.values() if isinstance(made, captured.CapturedPass)]
+        [made] = [made for made in part._runner._passes.values() if isinstance(made, captured.CapturedPass)]
         replays.append(weakref.ref(made.replay))
         del made
     assert replays[0]() is None
@@ -201,4 +201,4 @@ def test_models_whose_sessions_are_computed_in_turns_are_not_captured(tmp_path: 
     part = load_whole(tmp_path, device="cpu")
     [recorder] = record([part])
     Client([part], "s", GREEDY).say(prompt(8), 12)
-    assert (recorder.captures, part._runners, part.is_batched) == (0, {}, False)
+    assert (recorder.captures, part._runner, part.is_batched) == (0, None, False)
