@@ -8,15 +8,13 @@ The thread is a daemon, so that a long call does not keep the process from exiti
 from __future__ import annotations
 
 import asyncio
-import os
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -26,13 +24,10 @@ _Job = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", Callable[[], Any]
 class Thread(Protocol):
     """One thread that takes calls from one event loop."""
 
-    def submit(self, call: Callable[[], T], *, idle: bool = False) -> asyncio.Future[T]:
+    def submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
         """Queue ``call``; the future gets its result or exception.
 
         If the future is cancelled before the call starts, the call is skipped. A call that has started runs to its end.
-
-        Args:
-            idle: run the call only in CPU time that no other thread wants, if the system supports that.
         """
 
     def close(self) -> None:
@@ -54,10 +49,10 @@ class _DaemonThread:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         threading.Thread(target=self._loop, name=name, daemon=True).start()
 
-    def submit(self, call: Callable[[], T], *, idle: bool = False) -> asyncio.Future[T]:
+    def submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._jobs.put((loop, future, (lambda: _idly(call)) if idle else call))
+        self._jobs.put((loop, future, call))
         return future
 
     def close(self) -> None:
@@ -96,7 +91,7 @@ class _SlowThread:
     _thread: Thread
     _slow: SlowThreads
 
-    def submit(self, call: Callable[[], T], *, idle: bool = False) -> asyncio.Future[T]:
+    def submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
         slow = self._slow
 
         def slowly() -> T:
@@ -106,7 +101,7 @@ class _SlowThread:
             finally:
                 slow.sleep((slow.factor - 1) * (slow.clock() - began))
 
-        return self._thread.submit(slowly, idle=idle)
+        return self._thread.submit(slowly)
 
     def close(self) -> None:
         self._thread.close()
@@ -133,7 +128,7 @@ class _LoopThread:
         self._threads, self._name = threads, name
         self._calls = deque[tuple[Callable[[], Any], asyncio.Future[Any]]]()  # the first one runs
 
-    def submit(self, call: Callable[[], T], *, idle: bool = False) -> asyncio.Future[T]:
+    def submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         self._calls.append((call, future))
@@ -169,25 +164,6 @@ def _carried_out(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], c
     except RuntimeError:
         return False
     return True
-
-
-def _idly(call: Callable[[], T]) -> T:
-    """Run ``call`` on a new thread of idle priority. Linux does not let a thread raise its priority again."""
-    outcomes: list[tuple[Any, BaseException | None]] = []
-
-    def run() -> None:
-        if hasattr(os, "SCHED_IDLE"):
-            with suppress(OSError):  # a sandbox may forbid it
-                os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        outcomes.append(outcome_of(call))
-
-    thread = threading.Thread(target=run, name="idle", daemon=True)
-    thread.start()
-    thread.join()
-    result, error = outcomes.pop()
-    if error is not None:
-        raise error
-    return cast(T, result)
 
 
 def outcome_of(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:

@@ -111,13 +111,10 @@ class CheckpointFiles:
             return b""
         return await self.at_disk(lambda: self.disk.read(entry.path / name, max_bytes=max_bytes))
 
-    async def save(
-        self, snapshot: Snapshot, plan: list[FilePlan], meta: Meta, *, urgent: bool, spared: int = -1
-    ) -> CheckpointEntry:
+    async def save(self, snapshot: Snapshot, plan: list[FilePlan], meta: Meta, *, spared: int = -1) -> CheckpointEntry:
         """Write the checkpoint of a snapshot, which the caller holds until this returns. Then delete old checkpoints.
 
         Args:
-            urgent: the ring waits for it; else it uses only time that no other thread wants.
             spared: the checkpoint of this step is kept, however old it is, as is a verified one.
 
         Raises:
@@ -125,9 +122,7 @@ class CheckpointFiles:
         """
         blobs = {blob.name: blob.view for blob in snapshot.blobs}
 
-        return await self._on_disk(
-            lambda store: store.write(snapshot.step, plan, blobs, meta), idle=not urgent, spared=spared
-        )
+        return await self._on_disk(lambda store: store.write(snapshot.step, plan, blobs, meta), spared=spared)
 
     async def verify(self, step: int) -> CheckpointEntry:
         """Compare every byte of the checkpoint of ``step``. Raises ``UserError``, ``StorageError``.
@@ -148,14 +143,14 @@ class CheckpointFiles:
     async def delete(self, step: int) -> bool:
         return await self._on_disk(lambda store: store.delete(step))
 
-    async def _on_disk(self, call: Callable[[CheckpointStore], T], *, idle: bool = False, spared: int = -1) -> T:
+    async def _on_disk(self, call: Callable[[CheckpointStore], T], *, spared: int = -1) -> T:
         def run() -> T:
             if self._opened is None:
                 self._opened = CheckpointStore(self.disk, self.root, self._keep, best=self._best)
             self._opened.spared = frozenset({spared, self._wanted})
             return call(self._opened)
 
-        return await self._thread.submit(run, idle=idle)
+        return await self._thread.submit(run)
 
 
 def lineage_of(entry: CheckpointEntry) -> str:
@@ -256,7 +251,7 @@ class Checkpointing:
                 with await taking as snapshot:
                     plan = await self._context.compute.run(engine.state.checkpoint_files, step)
                     copied.set()
-                    entry = await self._files.save(snapshot, [*plan, *extra_files], meta, urgent=wait, spared=spared)
+                    entry = await self._files.save(snapshot, [*plan, *extra_files], meta, spared=spared)
             except P2PTrainError as problem:
                 # A full disk must not end the run: the state is in memory, here and at every member.
                 before, self.problem = self.problem, problem.with_remedy

@@ -63,7 +63,7 @@ class Desk:
         snapshot = await self.snapshots.take(engine, step=step, lineage=LINEAGE, square_sum=2.5)
         meta = {"lineage": lineage, "square_sum": 2.5}
         try:
-            return await (by or self.keeper()).save(snapshot, engine.state.checkpoint_files(step), meta, urgent=False)  # type: ignore[arg-type]
+            return await (by or self.keeper()).save(snapshot, engine.state.checkpoint_files(step), meta)  # type: ignore[arg-type]
         finally:
             snapshot.release()
 

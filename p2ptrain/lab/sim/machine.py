@@ -189,7 +189,7 @@ class SimThreads:
     def start(self, name: str) -> Thread:
         return SimThreads(self._process, self._random, self._call_s, name)
 
-    def submit(self, call: Callable[[], T], *, idle: bool = False) -> asyncio.Future[T]:
+    def submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         if not self._process.alive:
