@@ -51,7 +51,6 @@ class PeerInfo(Record):
         rank: position in its job's ring; None outside a ring.
         share: micro-batches that it computed of the newest step.
         stage, stages: index of the part of a split model that it holds, and number of parts; None and 1 without one.
-        next_ms, next_bps: last measured one-way latency and bandwidth to its right neighbour.
         fetched_bytes: what it fetched outside the ring (``Report``); 0 for nothing.
         model, sessions: of a verifier or a drafter: the models that it serves, and the number of open sessions.
         accepted, refused: with strategy 'server': gradients of this worker that became part of a version, and others.
@@ -81,8 +80,6 @@ class PeerInfo(Record):
     generation: int = 0
     step: int = 0
     share: int = 0
-    next_ms: float | None = None
-    next_bps: float | None = None
     fetched_bytes: int = 0
     stage: int | None = None
     stages: int = 1

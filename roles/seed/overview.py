@@ -83,7 +83,6 @@ class Overview:
             controller = next((item for item in controllers.values() if item.holds(peer.id)), None)
         view = controller.running_view if controller else None
         rank = view.rank_of(peer.id) if view else None
-        edge = controller.edge_from(view, rank) if controller and view and rank is not None else None
         shares = controller.rows.shares(view) if controller and view else ()
         stage = controller.stage_of(peer.id) if controller else None
         job_state = controller.core.state if controller else ""
@@ -120,8 +119,6 @@ class Overview:
             share=shares[head] if head is not None and head < len(shares) else 0,
             stage=stage,
             stages=controller.stages if controller and stage is not None else 1,
-            next_ms=edge.latency_s * 1e3 if edge else None,
-            next_bps=edge.bandwidth_bps if edge else None,
             fetched_bytes=peer.newest_fetch.fetched_bytes if peer.newest_fetch else 0,
             model=clip(", ".join(peer.serving)),
             sessions=sum(info.sessions for info in peer.serving.values()),

@@ -87,9 +87,6 @@ class ChainSession:
         seats: current seat of each stage; -1: nobody holds it.
         opening: parameters of ``session.open`` that are equal for all stages.
         ids: the prompt.
-
-    Attributes:
-        mendings: as in ``ChainTimes``, of this session.
     """
 
     most_passes = MOST_PASSES
@@ -106,7 +103,6 @@ class ChainSession:
     ) -> None:
         self.id = world.new_id()
         self.sample_from = sample_from
-        self.mendings: list[tuple[str, float]] = []
         self._chain, self._opening, self._now = chain, opening, world.clock.now
         self._core = ChainSessionCore(seats, self._now(), sample_from, ids[:-1])  # the last position is always computed
         self._answers: deque[asyncio.Future[PassResult]] = deque()  # of the passes under way
@@ -118,10 +114,6 @@ class ChainSession:
         self._timer: asyncio.TimerHandle | None = None
         self._tasks = Background(self.fail)
         self._closed = False
-
-    @property
-    def lost(self) -> bool:
-        return self._error is not None
 
     async def append(self, request: PassRequest) -> PassResult:
         """See ``ModelSession``. The duration includes the transfer and other sessions' passes at a stage.
@@ -232,7 +224,6 @@ class ChainSession:
                         self._opened, self.cached = True, len(self._core.ids)
                     if lost:
                         what = "; ".join(f"stage {stage}: {reason}" for stage, reason in lost)
-                        self.mendings.append((what, took_s))
                         self._chain.times.mendings.append((what, took_s))
                     self._news.set()
                 case ev.SessionFailed(error):

@@ -135,7 +135,6 @@ async def test_a_cluster_measures_its_links_and_says_what_it_makes_of_them(clust
     assert all(latency_ms >= 0 for latency_ms in running["edge_ms"])
     ranked = {peer["rank"]: peer for peer in (await cluster.ask("peers.list"))["peers"]}
     assert [ranked[rank]["id"] for rank in range(3)] == running["members"]
-    assert all(ranked[rank]["next_bps"] and ranked[rank]["next_ms"] is not None for rank in range(3))
     shown = (await cluster.ask("jobs.show", job=job))["job"]
     assert len(shown["edge_bps"]) == 3
     events = (await cluster.ask("events.list", after_id=0, limit=100))["events"]

@@ -204,7 +204,7 @@ export class Panels {
   update(job, filter) {
     const store = this.#store;
     this.#tables.nodes.update(store.peersInOrder());
-    const links = job ? slowestFirst(linksOf(job, store.peers)) : [];
+    const links = job ? slowestFirst(linksOf(job)) : [];
     byId("links").hidden = !links.length;
     this.#tables.links.update(links);
     this.#tables.jobs.update(store.jobsInOrder().slice(0, MOST_SHOWN));

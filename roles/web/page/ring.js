@@ -7,16 +7,16 @@ const WIDTH = 420;
 const HEIGHT = 350;
 const FEW = 12; // so many members have room for level names, and for the figures of each link
 
-/** The links of `job`: `{from, to, ms, bps}` in rank order. The seed's measurements, else what the peers report. */
-export function linksOf(job, peers) {
+/** The links of `job`: `{from, to, ms, bps}` in rank order. */
+export function linksOf(job) {
   const size = job.members.length;
   if (size < 2) return [];
   const measured = job.edge_ms?.length === size && job.edge_bps?.length === size;
   return job.members.map((id, rank) => ({
     from: id,
     to: job.members[(rank + 1) % size],
-    ms: (measured ? job.edge_ms[rank] : null) ?? peers.get(id)?.next_ms ?? null,
-    bps: (measured ? job.edge_bps[rank] : null) ?? peers.get(id)?.next_bps ?? null,
+    ms: measured ? job.edge_ms[rank] : null,
+    bps: measured ? job.edge_bps[rank] : null,
   }));
 }
 
@@ -43,7 +43,7 @@ export class Ring {
       const { name, state = "unknown", stage = null } = peers.get(id) ?? {};
       return { id, rank, name: format.text(name ?? id, 40), state, stage: job.stages > 1 ? stage : null };
     });
-    const links = job ? linksOf(job, peers) : [];
+    const links = job ? linksOf(job) : [];
     const shown = JSON.stringify([members, links]);
     if (shown === this.#shown) return;
     this.#shown = shown;
