@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -41,7 +40,7 @@ from roles.verifier.drafters import Drafters, Vocabulary
 from roles.verifier.server import serve_texts
 from roles.verifier.service import USUAL_SESSIONS, VerifierService
 from wire.address import format_address
-from wire.text_messages import MODEL_CHARS, MOST_MODELS, DrafterAddress, Serving
+from wire.text_messages import MODEL_CHARS, MOST_MODELS, DrafterAddress
 
 FULL_TEXTS = 4
 """Memory is reserved for so many texts of the usual largest length. Most are shorter, so that more fit."""
@@ -104,31 +103,6 @@ async def serve(member: ServingMember, options: JoinOptions, console: Console) -
 # ---------------------------------------------------------------------------------------------------------- verifier
 
 
-@dataclass(frozen=True, slots=True)
-class _VerifierModel:
-    """One model of a verifier. ``tokenizer``, ``weights``: digests."""
-
-    service: VerifierService
-    model: ServedModel
-    drafters: Drafters
-    tokenizer: str
-    weights: str
-
-    def describe(self, http: str) -> Serving:
-        service = self.service
-        return Serving(
-            model=service.model,
-            vocab_size=self.model.vocab_size,
-            context=service.context or 0,
-            tokenizer=self.tokenizer,
-            http=http,
-            sessions=service.sessions,
-            stats=service.figures(),
-            drafters=service.drafters(),
-            weights=self.weights,
-        )
-
-
 async def _verify(member: ServingMember, options: JoinOptions, console: Console) -> None:
     directories, sessions = options.served_directories, options.sessions or USUAL_SESSIONS
     whole = options.split is None
@@ -159,8 +133,8 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
                 )
                 for directory, (text, _, _) in zip(directories, texts, strict=True)
             ]
-        served = list[_VerifierModel]()
-        for directory, model, (text, form, weights) in zip(directories, models, texts, strict=True):
+        services, linked = list[VerifierService](), list[Drafters]()
+        for directory, model, (text, form, _) in zip(directories, models, texts, strict=True):
             drafters = Drafters(context, Vocabulary(model.vocab_size, text.tokenizer.digest))
             stack.push_async_callback(drafters.close)
             service = VerifierService(
@@ -177,20 +151,21 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
             )
             stack.push_async_callback(partial(_leave, service))
             await service.warm_up()
-            served.append(_VerifierModel(service, model, drafters, text.tokenizer.digest, weights))
-        services = [each.service for each in served]
+            services.append(service)
+            linked.append(drafters)
         http = await _http(stack, member, options, services)
 
         def update_drafters(listed: Sequence[DrafterAddress]) -> None:
-            for each in served:
-                each.drafters.update_list(listed)
+            for drafters in linked:
+                drafters.update_list(listed)
 
         member.on_drafters(update_drafters)
         member.answer("generate", partial(serve_texts, services))
-        member.serves(lambda: [each.describe(http) for each in served])
-        for each, (text, _, _) in zip(served, texts, strict=True):
-            known = "" if each.service.context is None else f", {each.service.context} tokens of context"
-            news = f"{each.service.model} writes text in {each.model.dtype}{known}"
+        digests = [weights for _, _, weights in texts]
+        member.serves(lambda: [each.describe(weights, http) for each, weights in zip(services, digests, strict=True)])
+        for service, model, (text, _, _) in zip(services, models, texts, strict=True):
+            known = "" if service.context is None else f", {service.context} tokens of context"
+            news = f"{service.model} writes text in {model.dtype}{known}"
             member.notify("info", "serving", news + (f"; HTTP at {http}" if http else ""))
             if unused := text.unused_settings():
                 member.notify("warning", "unused-settings", unused)

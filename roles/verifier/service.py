@@ -26,7 +26,7 @@ from roles.verifier.cost_model import CostModel
 from roles.verifier.drafters import Drafters, TextDrafts
 from roles.verifier.speculation import Speculation
 from wire.messages import RefusalCode
-from wire.text_messages import DrafterFigures
+from wire.text_messages import Serving
 
 USUAL_SESSIONS = 16
 """Texts written at a time, in one pass."""
@@ -220,9 +220,20 @@ class VerifierService(ModelTextService):
         counts = {"waiting": float(self._places.waiting), "preemptions": float(self._served.preemptions)}
         return counts | self._figures.as_map(now, self.cost_model.step_s) | self._pace.as_map(now)
 
-    def drafters(self) -> list[DrafterFigures]:
-        """The connected drafters."""
-        return [link.figures for link in self._drafters.connected_links()] if self._drafters is not None else []
+    def describe(self, weights: str, http: str) -> Serving:
+        """What the seed lists of this model. ``weights``: their digest."""
+        links = self._drafters.connected_links() if self._drafters is not None else []
+        return Serving(
+            model=self.model,
+            vocab_size=self._served.vocab_size,
+            context=self.context or 0,
+            tokenizer=self._text.tokenizer.digest,
+            http=http,
+            sessions=self.sessions,
+            stats=self.figures(),
+            drafters=[link.figures for link in links],
+            weights=weights,
+        )
 
     async def close(self, reason: P2PTrainError | None = None) -> None:
         """End all texts, with ``reason`` for their readers. The model stays open. Never raises."""
