@@ -88,8 +88,8 @@ class JoinOptions:
     )
     dtype: str = option_field(
         "--dtype TYPE",
-        "For a verifier or drafter: compute in fp32, bf16 or fp16; default: the model's. In fp32 drafts"
-        " hardly ever change a verifier's text, and weights and caches take twice the memory of bf16.",
+        "For a verifier or drafter: compute in fp32, bf16 or fp16; default: the model's. On a GPU drafts hardly ever"
+        " change a verifier's text in fp32, and weights and caches take twice the memory of bf16.",
         "",
     )
     weights: WeightsOption = ""

@@ -1,4 +1,4 @@
-"""How a served part computes each row alike, whatever other rows a pass has (fp32 on a CPU).
+"""How a served part computes each row alike on a CPU, whatever other rows a pass has.
 
 A CPU's product of rows and a matrix in its usual form has another order of sums for 1, for 2 to 15, and for 16 and
 more rows. With the matrix packed by oneDNN, all numbers of rows from two on have one order, so a pass has no fewer. It
@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 LEAST_ROWS = 4
 """Of a pass. Four rows take oneDNN a fifth less time than two (AMD EPYC, 22 M and 80 M parameters)."""
 VECTOR = 32
-"""Numbers of fp32, at most, that are computed at once."""
+"""Numbers, at most, that are computed at once."""
 GRAIN = 32768
 """torch shares out arrays of more numbers over threads."""
 EXPERTS = "p2ptrain-rows"
@@ -47,9 +47,13 @@ class PackedLinear(nn.Module):
         return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], ""))
 
 
-def can_pack() -> bool:
-    """Whether this build of torch has the operations."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # type: ignore[no-untyped-call]
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether torch has the operations for numbers of this type, on this processor."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def replace_linears(module: Any) -> None:
@@ -57,7 +61,7 @@ def replace_linears(module: Any) -> None:
     second copy of all. An embedding keeps a matrix that it shares with the output, which has a packed copy."""
     for owner in [other for other in module.modules() if not isinstance(other, nn.Embedding)]:
         for name, child in owner.named_children():
-            if can_pack() and type(child) in (nn.Linear, Conv1D):
+            if type(child) in (nn.Linear, Conv1D) and can_pack(child.weight.dtype):
                 weight = child.weight.detach()
                 packed = PackedLinear(weight.T.contiguous() if type(child) is Conv1D else weight, child.bias)
                 setattr(owner, name, packed)
@@ -74,7 +78,10 @@ def replace_linears(module: Any) -> None:
 def _products(experts: Tensor) -> list[Callable[[Tensor], Tensor]]:
     """The product with each expert's matrix (outputs, inputs)."""
     weights = experts.detach().unbind()
-    return [PackedLinear(each, None) if can_pack() else partial(F.linear, weight=_by_columns(each)) for each in weights]
+    return [
+        PackedLinear(each, None) if can_pack(each.dtype) else partial(F.linear, weight=_by_columns(each))
+        for each in weights
+    ]
 
 
 def _by_columns(weight: Tensor) -> Tensor:
@@ -90,7 +97,7 @@ def compute_experts(experts: Any, rows: Tensor, chosen: Tensor, weights: Tensor)
             count = _without_rest(max(len(row), 2), [experts.gate_width])
             x = rows[torch.cat([row, row[-1:].expand(count - len(row))])]
             x = down[expert](experts._apply_gate(gate_up[expert](x)))
-            out.index_add_(0, row, x[: len(row)] * weights[row, place, None])
+            out.index_add_(0, row, (x[: len(row)] * weights[row, place, None]).to(out.dtype))
     return out
 
 

@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from p2ptrain.compute.activations import DTYPES
 from p2ptrain.compute.key_value_cache import WIDE, BatchCache, CacheShape, KeyValueMemory, SessionRows, _Scores
 from p2ptrain.compute.layout import layer_sizes
+from p2ptrain.compute.linears import can_pack
 from p2ptrain.compute.picking import Picker
 from p2ptrain.compute.served_part import (
     MAX_SESSIONS,
@@ -497,6 +498,9 @@ def test_a_pass_of_a_whole_model_that_fails_leaves_no_state(tmp_path: Path, fami
 # ------------------------------------------------------------------------------------------- many sessions in one pass
 
 
+PACKS_BF16 = pytest.mark.skipif(not can_pack(torch.bfloat16), reason="oneDNN has no bf16 on this processor")
+
+
 class Work:
     """Passes of one session, with what they must give: its results when nothing else is computed."""
 
@@ -545,11 +549,12 @@ def run_through(
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if not family.startswith("falcon")])
-def test_sessions_of_a_batch_get_the_bits_of_each_alone(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=PACKS_BF16)])
+def test_sessions_of_a_batch_get_the_bits_of_each_alone(tmp_path: Path, family: str, dtype: str) -> None:
     """With chunks of prompts, drafts, rollbacks, shared beginnings, and memory for fewer sessions than there are; in a
     cut model, against each session alone in the whole one."""
     make(family, tmp_path)
-    together, alone = load(tmp_path, *[(3,), (2, 4)][len(family) % 2]), load(tmp_path)
+    together, alone = load(tmp_path, *[(3,), (2, 4)][len(family) % 2], dtype=dtype), load(tmp_path, dtype=dtype)
     assert all(part.is_batched for part in together)
     rng, common = random.Random(2), [*range(80)]
     for part in together:
