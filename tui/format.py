@@ -197,6 +197,21 @@ def scientific(value: float | None) -> str:
     return f"{mantissa}e{int(exponent)}"
 
 
+def waits_in_words(stats: Mapping[str, float]) -> list[str]:
+    """How long texts wait for a verifier, and what it saves, from what it reports (``ServingInfo.stats``)."""
+    parts: list[str] = []
+    for name, words in (("first", "first token after {}"), ("between", "{} between tokens")):
+        if (median_ms := stats.get(f"{name}_ms")) is not None:
+            parts.append(f"{words.format(millis(median_ms))} (95 %: {millis(stats.get(f'{name}_p95_ms'))})")
+    if per_s := stats.get("prompt_tokens_per_s"):
+        parts.append(f"{count(per_s)} tok/s of prompts")
+    if (share := stats.get("cached_share")) is not None:
+        parts.append(f"{percent(share)} cached")
+    if preemptions := stats.get("preemptions"):
+        parts.append(f"{count(preemptions)} preempted")
+    return parts
+
+
 def clock(wall: float) -> str:
     return f"{human_time(wall, '%H:%M:%S'):<8}"
 

@@ -118,19 +118,7 @@ def _pace(verifier: Verifier, paces: Sequence[float | None], width: int) -> Row:
 
 
 def _waits(verifier: Verifier, width: int) -> list[Row]:
-    parts: list[str] = []
-    for name, words in (("first", "first token after {}"), ("between", "{} between tokens")):
-        if (median_ms := verifier.figure(f"{name}_ms")) is not None:
-            most = f" (95 %: {fmt.millis(verifier.figure(f'{name}_p95_ms'))})"
-            parts.append(words.format(fmt.millis(median_ms)) + most)
-    if rate := verifier.figure("prompt_tokens_per_s"):
-        parts.append(f"{fmt.count(rate)} tok/s of prompts")
-    if (share := verifier.figure("cached_share")) is not None:
-        parts.append(f"{fmt.percent(share)} cached")
-    if count := verifier.figure("preemptions"):
-        parts.append(f"{fmt.count(count)} preempted")
-    label = [Span(f"{'waits':<{LABEL}}", "dim")]
-    return [fmt.fitting(label, _join_with_dots(parts, "", ""), width)] if parts else []
+    return _labelled("waits", fmt.waits_in_words(verifier.info.stats), width)
 
 
 def _token(verifier: Verifier, width: int) -> list[Row]:
@@ -164,8 +152,12 @@ def _drafts(verifier: Verifier, width: int) -> list[Row]:
     ):
         if (value := verifier.figure(name)) is not None:
             parts.append(words.format(value))
-    label = [Span(f"{'drafts':<{LABEL}}", "dim")]
-    return [fmt.fitting(label, _join_with_dots(parts, "", ""), width)] if parts else []
+    return _labelled("drafts", parts, width)
+
+
+def _labelled(label: str, parts: Sequence[str], width: int) -> list[Row]:
+    row = [Span(f"{label:<{LABEL}}", "dim")]
+    return [fmt.fitting(row, _join_with_dots(parts, "", ""), width)] if parts else []
 
 
 def _join_with_dots(words: Sequence[str], first: str, role: str) -> Row:

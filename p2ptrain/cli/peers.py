@@ -79,19 +79,10 @@ def print_peers(found: list[PeerInfo], serving: Sequence[ServingInfo] = ()) -> N
 
 
 def _describe_verifier(info: ServingInfo) -> str:
-    known, stats = [f"{info.sessions} running, {info.stats.get('waiting', 0):.0f} waiting"], info.stats
-    for name, words in (
-        ("tokens_per_s", "{:.0f} tokens/s written"),
-        ("prompt_tokens_per_s", "{:.0f} tokens/s of prompts"),
-        ("first_ms", "first token after {:.0f} ms"),
-        ("between_ms", "{:.1f} ms between tokens"),
-        ("cached_share", "{:.0%} of prompts cached"),
-        ("alpha", "{:.0%} of drafts right"),
-    ):
-        if (value := stats.get(name)) is not None:
-            known.append(words.format(value))
-    if preemptions := stats.get("preemptions"):
-        known.append(f"{preemptions:.0f} times preempted")
+    from tui.format import count, waits_in_words
+
+    texts = f"{info.sessions} running, {info.stats.get('waiting', 0):.0f} waiting"
+    known = [texts, f"{count(info.stats.get('tokens_per_s'))} tok/s", *waits_in_words(info.stats)]
     return f"{printable(info.name)}, {printable(info.model)}: {', '.join(known)}"
 
 

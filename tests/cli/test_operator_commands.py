@@ -90,12 +90,19 @@ def test_peers_that_serve_models(command: Command, fake_seed: Any) -> None:
         host="10.0.0.2",
         port=41000,
         model="big",
-        stats={"alpha": 0.777, "waiting": 2.0, "first_ms": 120.4, "preemptions": 1.0},
+        stats={
+            "alpha": 0.777,
+            "waiting": 2.0,
+            "tokens_per_s": 31.2,
+            "first_ms": 120.4,
+            "first_p95_ms": 900.0,
+            "preemptions": 1.0,
+        },
     )
     fake_seed.answers["peers.list"] = {"peers": [peer.to_map() for peer in (PEER, verifier, drafter)]}
     fake_seed.answers["serving.list"] = {"serving": [served.to_map()], "total": 1}
     header, *rows, line = command("peers", "list").out.splitlines()
-    figures = "0 running, 2 waiting, first token after 120 ms, 78% of drafts right, 1 times preempted"
+    figures = "0 running, 2 waiting, 31.2 tok/s, first token after 120 ms (95 %: 900 ms), 1 preempted"
     assert line == f"laptop, big: {figures}"
     at = header.index("MODEL")
     assert [row[at:].split()[:3] for row in [header, *rows]] == [
