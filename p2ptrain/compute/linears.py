@@ -13,9 +13,11 @@ array, or of a thread's share of it, one by one with other roundings. So the num
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 from typing import Any, cast
 
 import torch
@@ -28,6 +30,9 @@ LEAST_ROWS = 4
 """Of a pass. Four rows take oneDNN a fifth less time than two (AMD EPYC, 22 M and 80 M parameters)."""
 VECTOR = 32
 """Numbers, at most, that are computed at once."""
+SMALL_PRODUCT = 1_500_000
+"""Multiply-adds of a matrix and rows. Of fewer, other threads save less time than it takes to wake them: with two of
+them one text of 22 M parameters took a fifth longer."""
 GRAIN = 32768
 """torch shares out arrays of more numbers over threads."""
 EXPERTS = "p2ptrain-rows"
@@ -106,15 +111,16 @@ ExpertsInterface.register(EXPERTS, compute_experts)
 
 @dataclass(frozen=True, slots=True)
 class RowPadding:
-    """How many rows a pass has, so that functions of single numbers leave no rest of their arrays.
+    """How many rows a pass has, so that functions of single numbers leave no rest of their arrays; and its threads.
 
     Attributes:
-        least: of products, see above.
+        least: of products, see above. numel: numbers of a matrix, on average.
         widths: numbers of a row that such functions may take: activations, the angles of positions, the scores of
             experts. ``logits_widths``: of the logits of a row.
     """
 
     least: int = 1
+    numel: float = math.inf
     widths: frozenset[int] = frozenset()
     logits_widths: frozenset[int] = frozenset()
 
@@ -127,7 +133,22 @@ class RowPadding:
         widths |= {2 * len(buffer) for name, buffer in module.named_buffers() if name.endswith("inv_freq")}
         widths |= {other.num_experts for other in modules if isinstance(getattr(other, "num_experts", None), int)}
         has_function = getattr(config, "final_logit_softcapping", None) is not None
-        return cls(LEAST_ROWS, frozenset(widths), frozenset([config.vocab_size] if has_function else []))
+        numels = [other.in_features * other.out_features for other in modules if hasattr(other, "in_features")]
+        logits_widths = frozenset([config.vocab_size] if has_function else [])
+        return cls(LEAST_ROWS, fmean(numels or [math.inf]), frozenset(widths), logits_widths)
+
+    @contextmanager
+    def threads(self, count: int) -> Iterator[None]:
+        """Compute a pass of ``count`` rows in this context, on one thread if its products are small."""
+        most = torch.get_num_threads()
+        is_small = max(count, self.least) * self.numel < SMALL_PRODUCT
+        if is_small:
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            if is_small:
+                torch.set_num_threads(most)
 
     def rows(self, count: int) -> int:
         """The number of rows of a pass with ``count`` rows or more."""

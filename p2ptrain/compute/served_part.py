@@ -443,24 +443,27 @@ class ServedPart:
             return [self._compute_alone(each) for each in group]
         x, ends = torch.cat([each.x for each in group]), list(accumulate(each.work.count for each in group))
         wanted = [row for each, end in zip(group, ends, strict=True) for row in range(end - each.wanted, end)]
-        rows = [each.rows for each in group]
         if self._runner is not None:
             adapter = group[0].session.adapter
             self._adapters.use_one(adapter)
-            out = self._runner.forward(x, rows, wanted, adapter)
+            out = self._runner.forward(x, [each.rows for each in group], wanted, adapter)
         else:
-            total = self._padding.rows(len(x))
-            positions = torch.cat([torch.arange(each.start, each.stop) for each in rows])
-            x, positions = (
-                torch.cat([both, both[-1:].expand(total - len(both), *both.shape[1:])]) for both in (x, positions)
-            )
-            wanted += wanted[-1:] * (self._padding.logits_rows(len(wanted)) - len(wanted))
-            index = torch.tensor(wanted)
-            self._adapters.use([(each.session.adapter, each.work.count, each.wanted) for each in group], total)
-            cache = BatchCache(self._memory, rows, total)
-            out = self._model.forward(x[None], positions, cache, logits=index, rows=cache)[0]
+            with self._padding.threads(len(x)):
+                out = self._compute_rows(group, x, wanted)
         counts = [each.wanted if self._model.part.last else each.work.count for each in group]
         return list(torch.split(out[: sum(counts)], counts))
+
+    def _compute_rows(self, group: list[_ReadyPass], x: Tensor, wanted: list[int]) -> Tensor:
+        """Of the rows ``x`` the hidden states, or the logits of those ``wanted``; more rows may follow."""
+        rows, total = [each.rows for each in group], self._padding.rows(len(x))
+        positions = torch.cat([torch.arange(each.start, each.stop) for each in rows])
+        x, positions = (
+            torch.cat([both, both[-1:].expand(total - len(both), *both.shape[1:])]) for both in (x, positions)
+        )
+        index = torch.tensor(wanted + wanted[-1:] * (self._padding.logits_rows(len(wanted)) - len(wanted)))
+        self._adapters.use([(each.session.adapter, each.work.count, each.wanted) for each in group], total)
+        cache = BatchCache(self._memory, rows, total)
+        return cast(Tensor, self._model.forward(x[None], positions, cache, logits=index, rows=cache)[0])
 
     def _compute_alone(self, each: _ReadyPass) -> Tensor:
         """Where the number of positions passes a switch, they are computed again from the first one, so that a row
