@@ -359,6 +359,7 @@ class ServingMember(MemberProcess):
         self._program = program
         self._doors: dict[str, tuple[Serve, Judge]] = {}
         self._serving: Callable[[], Sequence[Serving]] = tuple
+        self._is_waiting: Callable[[], bool] = lambda: False
         self._announced: dict[str, Serving] = {}  # by model
         self._on_drafters: Callable[[tuple[DrafterAddress, ...]], None] = lambda drafters: None
         self._changed = asyncio.Event()
@@ -377,10 +378,16 @@ class ServingMember(MemberProcess):
             raise ValueError(f"a {self.role} is not dialled for {purpose!r}")
         self._doors[purpose] = (serve, judge)
 
-    def serves(self, serving: Callable[[], Sequence[Serving]]) -> None:
+    def serves(
+        self, serving: Callable[[], Sequence[Serving]], *, is_waiting: Callable[[], bool] = lambda: False
+    ) -> None:
         """Report each model of ``serving()`` to the seed from now on: after ``changed``, and every second if it is
-        different. Models, vocabularies and tokenizers must stay the same. ``serving`` must not block."""
-        self._serving = serving
+        different. Models, vocabularies and tokenizers must stay the same. Neither function may block.
+
+        Args:
+            is_waiting: returns whether a model waits for workers.
+        """
+        self._serving, self._is_waiting = serving, is_waiting
         self.changed()
 
     def changed(self) -> None:
@@ -415,7 +422,8 @@ class ServingMember(MemberProcess):
     def _make_heartbeat(self) -> Heartbeat:
         state, stats = "building", self._machine_stats()
         if serving := self._serving():
-            state = "serving" if any(model.sessions for model in serving) else "idle"
+            is_busy = any(model.sessions for model in serving)
+            state = "waiting" if self._is_waiting() else "serving" if is_busy else "idle"
             stats["tokens_per_s"] = sum(model.stats.get("tokens_per_s", 0.0) for model in serving)
         return Heartbeat(0, 0, 0, "leaving" if self._leaving else state, stats)
 

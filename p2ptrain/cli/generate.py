@@ -201,7 +201,7 @@ class GeneratedTexts:
             async with asyncio.TaskGroup() as tasks:
                 for number in range(self._request.at_once):
                     tasks.create_task(self._write_texts(indices), name=f"text {number}")
-        except* P2PTrainError as group:
+        except* (P2PTrainError, OSError) as group:  # OSError: the output is full, or its reader has closed the pipe
             raise first_error(group) from None
 
     async def _write_texts(self, indices: Iterator[int]) -> None:

@@ -121,7 +121,7 @@ class JoinOptions:
 
     @property
     def memory_bytes(self) -> int:
-        return size_of(self.memory) if self.memory else 0
+        return size_of(self.memory, "--memory") if self.memory else 0
 
     @property
     def advertised(self) -> tuple[str, int]:

@@ -31,7 +31,7 @@ from roles.compute_thread import ComputeThread
 from roles.drafter.draft_server import MAX_SESSIONS, DraftServer
 from roles.engine import StageEngine
 from roles.member import ServingMember
-from roles.serving.chain import LOOK_S, PoolUpdater
+from roles.serving.chain import LOOK_S, PoolUpdater, StageChain
 from roles.serving.local_model import AdaptedModel, LocalModel, load_local_engine
 from roles.serving.model import ServedModel
 from roles.serving.worker_peer import ClientContext, WorkerAddress
@@ -162,10 +162,14 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
         member.on_drafters(update_drafters)
         member.answer("generate", partial(serve_texts, services))
         digests = [weights for _, _, weights in texts]
-        member.serves(lambda: [each.describe(weights, http) for each, weights in zip(services, digests, strict=True)])
+        member.serves(
+            lambda: [each.describe(weights, http) for each, weights in zip(services, digests, strict=True)],
+            is_waiting=lambda: any(isinstance(model, StageChain) and model.lacking for model in models),
+        )
         for service, model, (text, _, _) in zip(services, models, texts, strict=True):
             known = "" if service.context is None else f", {service.context} tokens of context"
-            news = f"{service.model} writes text in {model.dtype}{known}"
+            weights = f" with {options.weights} weights" if options.weights else ""
+            news = f"{service.model} writes text in {model.dtype}{weights}{known}"
             member.notify("info", "serving", news + (f"; HTTP at {http}" if http else ""))
             if unused := text.unused_settings():
                 member.notify("warning", "unused-settings", unused)

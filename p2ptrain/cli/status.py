@@ -29,6 +29,7 @@ NEWEST = 200  # events that a seed sends at a time
 AT_WORK = frozenset({"idle", "serving", "following", "training"})
 PASSING = frozenset(
     {"lost", "seed-lost", "hung", "struck-off", "not-following", "ring-broken", "step-refused", "link", "waiting"}
+    | {"stage-lost", "stage-lacking"}
 )
 
 
@@ -131,7 +132,7 @@ def attention(
             found.append(f"{who} may send wrong vectors ({score}): if so, p2ptrain peers evict {score.peer}")
     if not peers:
         found.append(f"no peer has joined: {how_to_join(cluster.address)}")
-    elif not jobs and any("worker" in peer.roles for peer in peers):
+    elif not jobs and {role for peer in peers for role in peer.roles} == {"worker"}:
         found.append("the workers have no job: p2ptrain jobs create")
     recent = [event for event in events if event.level != "info" and now - event.wall < RECENT_S]
     return found + [f"{human_seconds(max(now - event.wall, 0))} ago: {event.text}" for event in reversed(recent)]

@@ -278,7 +278,7 @@ def _hold(options: UpOptions, stages: int) -> None:
     if options.straggler > 1:
         raise UserError("--straggler works only for training", remedy="leave it out")
     if options.memory:
-        size_of(options.memory)  # fail here, not in each worker
+        size_of(options.memory, "--memory")  # fail here, not in each worker
     check_dtype(options.dtype, options.weights)
     checkpoint = newest_in(options.checkpoint, download=options.download).absolute()
     config_text(checkpoint, stages)

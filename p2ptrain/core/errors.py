@@ -8,6 +8,10 @@ prints ``message`` and ``remedy`` and exits with ``exit_code``. It shows no trac
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+_Error = TypeVar("_Error", bound=Exception)
+
 EXIT_INTERRUPTED = 130
 """Exit code after Ctrl+C: 128 + SIGINT, as in shells."""
 
@@ -32,12 +36,11 @@ class P2PTrainError(Exception):
         return f"{self.message}; {self.remedy}" if self.remedy else self.message
 
 
-def first_error(group: BaseExceptionGroup[P2PTrainError]) -> P2PTrainError:
+def first_error(group: BaseExceptionGroup[_Error]) -> _Error:
     """The error of a task group to show: the first, which caused the others."""
-    error: BaseException = group
+    error: _Error | BaseExceptionGroup[_Error] = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    assert isinstance(error, P2PTrainError)
     return error
 
 

@@ -100,12 +100,12 @@ _SIZE = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([KMGT]?)(?:i?B)?", re.IGNORECAS
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-def size_of(text: str) -> int:
-    """Bytes of ``4096``, ``64K``, ``1.5M``, ``4GiB``; units are binary. Raises ``UserError``."""
+def size_of(text: str, option: str = "") -> int:
+    """Bytes of ``4096``, ``64K``, ``1.5M``, ``4GiB``; units are binary. Raises ``UserError``; it names ``option``."""
     match = _SIZE.fullmatch(text.strip())
     size_bytes = round(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if size_bytes < 1:
-        raise UserError(f"{text.strip()!r} is not a size", remedy="write bytes, or 64K, 1.5M, 4GiB")
+        raise UserError(f"{option} {text.strip()!r} is not a size".lstrip(), remedy="write bytes, or 64K, 1.5M, 4GiB")
     return size_bytes
 
 

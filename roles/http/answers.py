@@ -120,7 +120,7 @@ def _is_in_body(part: int | str) -> bool:
 
 
 def wrong(param: str, message: str) -> Problem:
-    return Problem(400, f"{param}: {message}" if param else message, code="invalid_value", param=param)
+    return Problem(400, f"{param or 'the body'}: {message}", code="invalid_value", param=param)
 
 
 def shutting_down() -> Problem:

@@ -213,8 +213,8 @@ class LocalModel:
             raise Refused(RefusalCode.SHUTTING_DOWN, "the model is being released", remedy="try again later")
         check_positions(positions, self.context)
         most = self._most_positions
-        if most and round_to_blocks(positions) > (fitting := most - most % BLOCK_POSITIONS):
-            need_bytes, most_bytes = (count * self.engine.cache_position_bytes for count in (positions, most))
+        if most and (needed := round_to_blocks(positions)) > (fitting := most - most % BLOCK_POSITIONS):
+            need_bytes, most_bytes = (count * self.engine.cache_position_bytes for count in (needed, most))
             raise UserError(
                 f"a session of {positions} positions takes {human_bytes(need_bytes)}, but sessions may take only "
                 f"{human_bytes(most_bytes)}",

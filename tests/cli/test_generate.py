@@ -190,6 +190,18 @@ async def test_a_text_that_fails_ends_all_and_programs_get_what_had_come(capsys:
         assert (document["texts"][0]["text"], document["error"]["exit_code"]) == ("on", 3)
 
 
+async def test_output_that_fails_is_no_mistake_of_the_program() -> None:
+    class Unread(TextPrinter):
+        def print(self, text: str) -> None:
+            raise BrokenPipeError
+
+    service = ScriptedService()
+    service.script = lambda asked: ScriptedWriting(["on"])
+    order = GenerateRequest([Prompt("a")], 50, 1, TextOptions())
+    with pytest.raises(BrokenPipeError):
+        await GeneratedTexts(TextSource(service, "here", "", {}), order, Unread(quiet=False)).write()
+
+
 def two_texts(service: ScriptedService, *, as_json: bool) -> GeneratedTexts:
     order = GenerateRequest([Prompt("a", "line 1"), Prompt("b", "line 2")], 50, 2, TextOptions(as_json=as_json))
     return GeneratedTexts(TextSource(service, "here", "", {"checkpoint": "here"}), order, TextPrinter(quiet=as_json))

@@ -54,7 +54,7 @@ def test_what_travels(wire: str, encodings: tuple[str, str]) -> None:
         (["up", "--checkpoint", "d"], "--checkpoint works only with --split"),
         (["up", "--spare", "1"], "--spare works only with --split"),
         (["up", "--memory", "1GiB"], "--memory works only with --split"),
-        (["up", "--split", "2", "-c", "d", "--memory", "much"], "'much' is not a size"),
+        (["up", "--split", "2", "-c", "d", "--memory", "much"], "--memory 'much' is not a size"),
         (["up", "--split", "2", "-c", "d", "--dtype", "fp8"], "--dtype fp8 is not a valid value"),
         (["up", "--split", "2", "-c", "no-such-directory"], "no-such-directory is not a directory"),
     ],

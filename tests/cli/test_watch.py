@@ -246,6 +246,8 @@ def test_logs_are_the_events_and_what_the_process_wrote(command: Command, fake_s
         ("checkpoint-failed", {}, {}, 1.7e9 + 60, True),
         ("data", {}, {}, 0, False),
         ("waiting", {}, {}, 0, True),
+        ("stage-lacking", {}, {}, 0, True),
+        ("stage-lacking", {"state": "waiting"}, {}, 0, False),
     ],
 )
 def test_status_leaves_out_what_has_passed(
