@@ -31,7 +31,6 @@ from transformers.generation.logits_process import (
 )
 
 from p2ptrain.compute.device import one_thread
-from p2ptrain.core.errors import JobFailed
 from p2ptrain.core.serving import COLDEST, Sampling, check_sampling
 
 _NO_IDS = cast(torch.LongTensor, torch.empty(0, dtype=torch.int64))  # these warpers ignore earlier tokens
@@ -65,15 +64,13 @@ class Picker:
         self._states: OrderedDict[int, Tensor] = OrderedDict({0: self._generator.get_state()})
 
     def pick(self, logits: Tensor, sample_index: int) -> tuple[int, ...]:
-        """Pick a token for each row. ``logits``: (rows, entries), any device and dtype; row i has sample index
-        ``sample_index + i``. Raises ``JobFailed``: a logit is not finite."""
+        """Pick a token for each row. ``logits``: (rows, entries), any device and dtype, without NaN and infinity; row i
+        has sample index ``sample_index + i``."""
         # A row is little work. On a busy machine several threads would spend the time waiting for one another.
         with one_thread():
             if self._sampling.temperature <= COLDEST:
-                # A row's maximum is NaN if any entry is; of equal entries it is the first one.
-                values, tokens = _to_host(*logits[:, : self._sampling.vocab_size or None].max(-1))
-                _check_finite(values)
-                return tuple(tokens.tolist())
+                # Of equal entries a row's maximum is the first one.
+                return tuple(logits[:, : self._sampling.vocab_size or None].max(-1).indices.tolist())
             warped = self._warp(_NO_IDS, self._scores(logits))
             if self._has_few_entries:
                 warped = _remove_tail(warped, self._sampling.top_p)
@@ -87,7 +84,6 @@ class Picker:
         if scores is None:
             scores = logits.to(device="cpu", dtype=torch.float32, copy=True)
             scores = scores[:, : self._sampling.vocab_size or None]
-        _check_finite(scores.amax(-1))
         return scores
 
     def _selected_scores(self, logits: Tensor) -> Tensor | None:
@@ -95,7 +91,7 @@ class Picker:
         logits, top_k = logits[:, : self._sampling.vocab_size or None], self._sampling.top_k
         if not top_k or 4 * (top_k + _TIES) > logits.shape[1]:
             return None
-        values, indices = _to_host(*logits.topk(top_k + _TIES))  # NaN counts as the largest number
+        values, indices = _to_host(*logits.topk(top_k + _TIES))
         scaled = values / self._sampling.temperature  # as the warper does: it can make entries equal
         if (scaled[:, -1] == scaled[:, top_k - 1]).any():
             return None
@@ -121,14 +117,6 @@ def _to_host(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """Copy both at once, so that the device is waited for once. Values become float32."""
     both = torch.stack([values.double(), indices.double()]).cpu()  # exact
     return both[0].float(), both[1].long()
-
-
-def _check_finite(maxima: Tensor) -> None:
-    if not maxima.isfinite().all():
-        raise JobFailed(
-            "the model's logits are not finite, so no next token can be chosen",
-            remedy="compute in fp32 or bf16 (fp16 overflows in some models), and check the model's files",
-        )
 
 
 def _exponential(entries: int, generator: torch.Generator) -> Tensor:

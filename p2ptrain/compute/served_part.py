@@ -394,8 +394,8 @@ class ServedPart:
         try:
             with translate_out_of_memory("the next tokens of a session", _FEWER_SESSIONS):
                 outs = self._compute(group)
-                # A number that is not finite reaches the last row, and the largest number of a row shows it.
-                tops = torch.stack([(out[-1] if self._model.part.last else out[-1].abs()).max() for out in outs])
+                # In hidden states a number that is not finite reaches the last row. The largest number shows it.
+                tops = torch.stack([(out if self._model.part.last else out[-1].abs()).max() for out in outs])
                 for each, out, is_finite in zip(group, outs, tops.isfinite().tolist(), strict=True):
                     ran[each.name] = self._finish(each, out, is_finite)
         except P2PTrainError as error:
@@ -416,13 +416,10 @@ class ServedPart:
             )
         tokens: tuple[int, ...] = ()
         scores, payload = b"", memoryview(b"")
-        try:
-            if picker is None:
-                payload = encode(out, work.out_encoding)
-            elif work.samples:
-                tokens = picker.pick(out[-work.samples :], work.sample_index)
-        except JobFailed as error:
-            return error
+        if picker is None:
+            payload = encode(out, work.out_encoding)
+        elif work.samples:
+            tokens = picker.pick(out[-work.samples :], work.sample_index)
         if work.targets:
             logits, targets = out[-len(work.targets) :].float(), torch.tensor(work.targets, device=out.device)
             scores = bytes(bytes_of(F.cross_entropy(logits, targets, reduction="none").neg()))

@@ -17,7 +17,6 @@ from p2ptrain.compute.activations import DTYPES
 from p2ptrain.compute.key_value_cache import WIDE, BatchCache, CacheShape, KeyValueMemory, SessionRows, _Scores
 from p2ptrain.compute.layout import layer_sizes
 from p2ptrain.compute.linears import can_pack
-from p2ptrain.compute.picking import Picker
 from p2ptrain.compute.served_part import (
     MAX_SESSIONS,
     ServedPart,
@@ -135,17 +134,18 @@ def test_the_tokens_are_those_of_generate(loaded: Callable[[str], Loaded], famil
                 part.close(name)
 
 
-def test_logits_that_are_not_numbers() -> None:
-    logits = torch.arange(500, 0, -1.0)[None]
+def test_logits_that_are_not_numbers(loaded: Callable[[str], Loaded], monkeypatch: pytest.MonkeyPatch) -> None:
+    part, logits = loaded("llama-tied")[2][-1], torch.arange(2 * VOCAB, 0, -1.0).view(2, VOCAB)
+    monkeypatch.setattr(part, "_compute", lambda group: [logits])
+    part.open("s", positions=10, sampling=GREEDY)
+    work = Pass(0, memoryview(bytes(activation_bytes("fp32", 2, 64))), 2, "fp32", "fp32", samples=2)
     for wrong in (torch.nan, torch.inf):
         logits[0, 2] = wrong
-        for sampling in (GREEDY, Sampling(), Sampling(top_k=1)):
-            for selects_first in (False, True):
-                with pytest.raises(JobFailed, match="logits are not finite"):
-                    Picker(sampling, selects_first=selects_first).pick(logits, 0)
+        with pytest.raises(JobFailed, match="logits are not finite"):
+            run_one(part, "s", work)
     logits[0, 2] = -torch.inf
-    for selects_first in (False, True):
-        assert Picker(GREEDY, selects_first=selects_first).pick(logits, 0) == (0,)
+    assert run_one(part, "s", work).tokens == (0, 0)
+    part.close("s")
 
 
 def test_interleaved_sessions_do_not_disturb_each_other(loaded: Callable[[str], Loaded]) -> None:
