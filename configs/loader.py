@@ -60,11 +60,6 @@ def shipped() -> dict[str, Path]:
     return {path.stem: path for path in sorted(PROFILES_DIR.glob("*.toml"))}
 
 
-def is_shipped(source: str) -> bool:
-    """Whether a source (``LoadedProfile.sources``) is a default or a shipped profile."""
-    return source == DEFAULT_SOURCE or source.startswith(_SHIPPED_SOURCE)
-
-
 def describe(path: Path) -> str:
     """The purpose of a profile: the comment in its first line."""
     first = path.read_text(encoding="utf-8").partition("\n")[0]
@@ -87,7 +82,7 @@ def load(
     """
     beneath = ((key, value, place) for key, (value, place) in (usual or {}).items())
     layers = chain(beneath, _profile_layer(profile), _environment_layer(environ), _override_layer(sets))
-    return _merge(sorted(layers, key=lambda setting: not is_shipped(setting[2])))  # what ships comes first
+    return _merge(sorted(layers, key=lambda setting: not setting[2].startswith(_SHIPPED_SOURCE)))  # what ships is first
 
 
 def load_settings(profile: str | Mapping[str, Any], sets: Mapping[str, Any]) -> Profile:

@@ -28,7 +28,8 @@ from p2ptrain.core.serving import INT4, INT8
 
 GROUP = 32
 """Inputs with a scale of their own in ``INT4``: a smaller group costs memory, a larger one accuracy."""
-_GROUPS = (GROUP, 2 * GROUP, 4 * GROUP, 8 * GROUP)  # of files
+_STORED = {(8, "channel", 0): INT8} | {(4, "group", groups * GROUP): INT4 for groups in (1, 2, 4, 8)}
+"""Bits, strategy and inputs of a group in files that are quantized already."""
 _LEAST = 1e-30  # of a scale, for weights that are all 0
 
 
@@ -149,15 +150,13 @@ def choose_weights(config: PretrainedConfig, wanted: str = "") -> str:
         (group,) = stored["config_groups"].values()
         weights = group["weights"]
         form = stored["quant_method"], group.get("format") or stored["format"], weights["type"], weights["symmetric"]
-        plain = not (group.get("input_activations") or weights.get("actorder"))
-        kind = {(8, "channel"): INT8, (4, "group"): INT4}.get((weights["num_bits"], weights["strategy"]))
-        known = (
-            form == ("compressed-tensors", "pack-quantized", "int", True) and plain and group["targets"] == ["Linear"]
-        )
-        fits = kind == INT8 or (type(weights["group_size"]) is int and weights["group_size"] in _GROUPS)
+        others = group.get("input_activations") or weights.get("actorder") or group["targets"] != ["Linear"]
+        size = int(weights["group_size"]) if weights["strategy"] == "group" else 0
+        kind = _STORED[weights["num_bits"], weights["strategy"], size]
+        known = form == ("compressed-tensors", "pack-quantized", "int", True) and not others
     except (KeyError, ValueError, TypeError, AttributeError):
-        known, kind, fits = False, None, False
-    if not known or kind is None or not fits:
+        known, kind = False, ""
+    if not known:
         text = f"this {config.model_type!r} model is quantized in a format that is not supported"
         raise ConfigError(
             text, remedy="use its unquantized weights with --weights, or compressed-tensors' W4A16 or W8A16"
@@ -172,7 +171,7 @@ def choose_weights(config: PretrainedConfig, wanted: str = "") -> str:
 def packed_shapes(config: PretrainedConfig, name: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """The tensors of files that are quantized already, in place of the weight ``name`` of ``shape``."""
     (group,) = cast(Any, config).quantization_config["config_groups"].values()
-    bits, each = group["weights"]["num_bits"], group["weights"].get("group_size") or shape[1]
+    bits, each = group["weights"]["num_bits"], int(group["weights"].get("group_size") or shape[1])
     groups = shape[1] // each if bits == 4 else 1
     return {f"{name}_packed": (shape[0], shape[1] * bits // 32), f"{name}_scale": (shape[0], groups)}
 
