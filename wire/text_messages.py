@@ -28,7 +28,8 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated, Any
 
-from p2ptrain.core.errors import ProtocolError
+from p2ptrain.core.errors import ProtocolError, UserError
+from p2ptrain.core.serving import Sampling, check_sampling
 from wire.chain_messages import MAX_POSITIONS, Positions
 from wire.messages import Message, Silence
 from wire.schema import Amount, Bound, ContentIdOrNone, Count, Declared, Figure, Host, Id, Port, Share
@@ -127,14 +128,32 @@ Depth = Annotated[int, Bound(0, MAX_DEPTH)]
 StatName = Annotated[str, Bound(pattern="[a-z][a-z0-9_]{0,39}")]
 
 
-class DraftOpen(Message, kind=59):
+class Draws(Declared):
+    """How the tokens of a session are drawn: fields of ``p2ptrain.core.serving.Sampling``."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
+
+    def check(self) -> None:
+        try:
+            check_sampling(self.sampling)
+        except UserError as error:
+            raise ProtocolError(error.message) from error
+
+
+class DraftOpen(Draws, Message, kind=59):
     """Verifier to drafter: open a session. The bulk frame that follows has its ids so far (int32, little-endian).
 
     Attributes:
         count, prompt: ids in the bulk frame, and of the prompt; the token at ``prompt`` has sample index 0.
         positions: most positions that the session may have.
         vocab_size, tokenizer: of the verifier's model, as ids must mean the same; ``tokenizer`` is a digest.
-        temperature, top_k, top_p, seed: as in ``p2ptrain.core.serving.Sampling``.
         depth: most positions to draft beyond the verified ones.
         silence_s: after this long without a message each side closes; each sends at least four times as often.
     """
@@ -144,14 +163,11 @@ class DraftOpen(Message, kind=59):
     positions: Positions
     vocab_size: Annotated[int, Bound(1, 1 << 31)]
     tokenizer: Annotated[str, Bound(0, 128)]
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
     depth: Depth
     silence_s: Silence
 
     def check(self) -> None:
+        super().check()
         if not self.prompt <= self.count <= self.positions:
             counts = f"{self.count} ids ({self.prompt} in the prompt), {self.positions} positions"
             raise ProtocolError(f"invalid session: {counts}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from p2ptrain.core.activations import ID_BYTES, encode_ids
 from p2ptrain.core.errors import ConnectionLost, JobFailed, NetworkError, P2PTrainError, ProtocolError, Refused
@@ -29,7 +29,6 @@ from roles.drafter.drafting import (
     DraftInstruction,
     DraftSending,
     ids_untrusted,
-    sampling_untrusted,
     verdict_untrusted,
 )
 from roles.gauges import MovingAverage, Rate
@@ -193,7 +192,7 @@ class DraftServer:
     async def _open_untrusted(self, caller: _Caller, stream: int, opening: DraftOpen) -> None:
         """Open a session. Raises ``ProtocolError``: the opening is invalid. ``NetworkError``: its ids did not
         arrive."""
-        sampling = sampling_untrusted(opening)
+        sampling = replace(opening.sampling, vocab_size=opening.vocab_size)
         if stream <= caller.last:
             raise ProtocolError(f"session {stream} was opened after session {caller.last}")
         caller.last = stream

@@ -18,12 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from p2ptrain.core.activations import ID_BYTES, decode_ids
-from p2ptrain.core.errors import ProtocolError, Refused, UserError
-from p2ptrain.core.serving import Sampling, check_sampling
+from p2ptrain.core.errors import ProtocolError, Refused
 from p2ptrain.core.texts import printable
 from roles.serving.model import PassRequest
 from wire.chain_messages import MAX_REQUEST_POSITIONS
-from wire.text_messages import DraftOpen, StreamRefused, Verdict
+from wire.text_messages import StreamRefused, Verdict
 
 OTHER_TOKENIZER, TOO_LONG, FULL, ENGINE = "other-tokenizer", "too-long", "full", "engine"
 """Codes of ``StreamRefused``."""
@@ -162,16 +161,6 @@ class DraftedText:
         assert self._verified <= self._sent <= len(self._ids)
         assert self._held <= len(self._ids)
         assert self.epoch <= self.number
-
-
-def sampling_untrusted(opening: DraftOpen) -> Sampling:
-    """How a verifier samples. Raises ``ProtocolError``: no correct verifier opens a session like this."""
-    sampling = Sampling(opening.temperature, opening.top_k, opening.top_p, opening.seed, opening.vocab_size)
-    try:
-        check_sampling(sampling)
-    except UserError as error:
-        raise ProtocolError(error.message) from error
-    return sampling
 
 
 def ids_untrusted(data: bytes | bytearray, *, vocab_size: int) -> tuple[int, ...]:

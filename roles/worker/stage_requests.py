@@ -7,13 +7,14 @@ from typing import Annotated, Any
 
 from p2ptrain.core import texts
 from p2ptrain.core.activations import ENCODINGS
-from p2ptrain.core.errors import ProtocolError, Refused, UserError
-from p2ptrain.core.serving import QUANTIZED, PartSpec, Sampling, check_sampling
+from p2ptrain.core.errors import ProtocolError, Refused
+from p2ptrain.core.serving import QUANTIZED, PartSpec
 from p2ptrain.core.tensor_files import config_untrusted
 from wire.chain_messages import MAX_OPEN_HASHES, MAX_POSITIONS, Positions
 from wire.job_messages import MAX_STAGES
 from wire.messages import Silence
 from wire.schema import Amount, Bound, Declared, Host, Id, Port, instance_untrusted
+from wire.text_messages import Draws
 
 MAX_LAYERS = 4096
 BlockHashes = Annotated[str, Bound(0, 32 * MAX_OPEN_HASHES, pattern="([0-9a-f]{32})*")]
@@ -96,7 +97,7 @@ class ModelRequest(Declared):
         _check_path(self.path)
 
 
-class OpenRequest(Declared):
+class OpenRequest(Draws):
     """Request ``session.open``.
 
     Attributes:
@@ -119,26 +120,15 @@ class OpenRequest(Declared):
     next: PeerAddress | None
     encoding: Encoding
     prefill_encoding: Encoding
-    temperature: Annotated[float, Bound(0, 1e6)]
-    top_k: Annotated[int, Bound(0, 1 << 31)]
-    top_p: Annotated[float, Bound(0, 1)]
-    seed: Annotated[int, Bound(-(1 << 63), (1 << 64) - 1)]
     silence_s: Silence
     priority: Annotated[int, Bound(-(1 << 31), 1 << 31)] = 0
     order: Amount = 0.0
     block_hashes: BlockHashes = ""
 
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
-
     def check(self) -> None:
+        super().check()
         if self.index >= self.stages or (self.next is None) != (self.index == self.stages - 1):
             raise ProtocolError("every stage but the last must have a next stage")
-        try:
-            check_sampling(self.sampling)
-        except UserError as error:
-            raise ProtocolError(error.message) from error
 
 
 class ResumeRequest(Declared):

@@ -17,7 +17,6 @@ from roles.drafter.drafting import (
     DraftVerdict,
     ids_untrusted,
     refused_untrusted,
-    sampling_untrusted,
     verdict_untrusted,
 )
 from roles.verifier.drafters import Drafters, Vocabulary
@@ -51,7 +50,7 @@ GREEDY = Sampling(temperature=0)
 _SMALL = st.integers(-1, 12)
 _IDS = st.lists(st.integers(0, VOCAB) | st.just((1 << 16) - 1), max_size=6).map(encode_ids)
 _BYTES = _IDS | mutated(_IDS)
-_OPENING = DraftOpen(3, 3, 40, VOCAB, TOKENIZER, 1.0, 0, 1.0, 0, 8, 2.0)
+_OPENING = DraftOpen(1.0, 0, 1.0, 0, 3, 3, 40, VOCAB, TOKENIZER, 8, 2.0)
 _OPENINGS = made(
     DraftOpen,
     count=st.integers(0, 6),
@@ -75,7 +74,6 @@ _NUMBERS = st.integers(0, 5) | WHOLE.filter(lambda number: 0 <= number < 1 << 64
 @target(
     "draft-words",
     st.tuples(_OPENINGS | _DRAFTS | _VERDICTS | made(DraftReady) | _REFUSALS, _NUMBERS),
-    "roles.drafter.drafting.sampling_untrusted",
     "roles.drafter.drafting.verdict_untrusted",
     "roles.drafter.drafting.ids_untrusted",
     "roles.drafter.drafting.refused_untrusted",
@@ -86,7 +84,7 @@ def _check_words(case: tuple[Message, int]) -> None:
     message = instance_untrusted(type(message), asdict(message))
     match message:
         case DraftOpen():
-            sampling_untrusted(message)
+            assert 0 < message.sampling.top_p <= 1
             assert 0 < message.prompt <= message.count <= message.positions <= MAX_POSITIONS
         case Drafts():
             tokens = ids_untrusted(message.tokens, vocab_size=VOCAB)
