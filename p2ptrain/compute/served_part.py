@@ -276,7 +276,7 @@ class ServedPart:
         self._adapters = ServedAdapters(self._model.module)
         if self.is_batched:
             attend_in_batches(self._model.module)
-            if device.kind == "cpu" and (dtype == torch.float32 or can_pack(dtype)):
+            if device.kind == "cpu" and can_pack(dtype):
                 replace_linears(self._model.module)
                 self._padding = RowPadding.of(self._model.module)
         if device.kind == "cuda":
@@ -457,7 +457,7 @@ class ServedPart:
         x, positions = (
             torch.cat([both, both[-1:].expand(total - len(both), *both.shape[1:])]) for both in (x, positions)
         )
-        index = torch.tensor(wanted + wanted[-1:] * (self._padding.logits_rows(len(wanted)) - len(wanted)))
+        index = torch.tensor(wanted + wanted[-1:] * (self._padding.least - len(wanted)))
         self._adapters.use([(each.session.adapter, each.work.count, each.wanted) for each in group], total)
         cache = BatchCache(self._memory, rows, total)
         return cast(Tensor, self._model.forward(x[None], positions, cache, logits=index, rows=cache)[0])

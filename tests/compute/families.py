@@ -70,7 +70,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", {**_SIZES, "tie_word_embeddings": False}),
     "opt": ("opt", _OPT),
     "opt-projected": ("opt", {**_OPT, "word_embed_proj_dim": 32, "do_layer_norm_before": False}),
-    "mixtral": ("mixtral", {**_SIZES, "num_local_experts": 4}),
+    "mixtral": ("mixtral", {**_SIZES, "num_local_experts": 5}),
     "qwen3_moe": ("qwen3_moe", {**_SIZES, **_EXPERTS, "num_experts": 4, "mlp_only_layers": [1]}),
     "deepseek_v3": ("deepseek_v3", {**_SIZES, **_EXPERTS, **_LATENT, "n_routed_experts": 8}),
 }

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig
+from transformers.activations import ACT2FN
 
 from p2ptrain.compute.activations import DTYPES
 from p2ptrain.compute.key_value_cache import WIDE, BatchCache, CacheShape, KeyValueMemory, SessionRows, _Scores
 from p2ptrain.compute.layout import layer_sizes
-from p2ptrain.compute.linears import can_pack
+from p2ptrain.compute.linears import WholeVectors, can_pack
 from p2ptrain.compute.served_part import (
     MAX_SESSIONS,
     ServedPart,
@@ -622,3 +623,15 @@ def test_query_of_the_least_call_is_attended_as_in_a_whole_block(width: int) -> 
     whole = attend(0, BLOCK_POSITIONS)
     for start, stop in ((9, 10), (3, 8), (20, 60)):
         assert torch.equal(attend(start, stop), whole[:, start:stop])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh"])
+def test_activation_of_a_row_does_not_depend_on_other_rows(name: str, dtype: torch.dtype, threads: int) -> None:
+    torch.set_num_threads(threads)
+    function = WholeVectors(ACT2FN[name])
+    x = torch.randn(67, 1000, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = torch.cat([function(row) for row in x.split(1)])
+    for count in (5, 17, 20, 67):
+        assert torch.equal(function(x[:count]), expected[:count])
