@@ -255,7 +255,7 @@ class _Call:
         """The keys or values (B, ``heads``, length, width) from position ``start``, of ``tensor`` (heads, ..., width),
         whose only head may stand for all."""
         if self.scattered is not None:
-            return tensor.index_select(1, self.scattered[start:])[None].expand(-1, heads, -1, -1)
+            return select(tensor, self.scattered[start:])[None].expand(-1, heads, -1, -1)
         to_head, to_position, to_number = tensor.stride()
         sizes = len(self.positions), heads, self.extent - start, tensor.shape[-1]
         strides = self.distance * to_position, to_head if len(tensor) > 1 else 0, to_position, to_number
@@ -354,11 +354,17 @@ class PaddedCache(_RowsCache):
         """Attention of all rows: (heads, S R, width)."""
         sessions = len(self._positions)
         if not self._memory.shapes[layer].is_latent:
-            keys, values = keys.index_select(1, self._read), values.index_select(1, self._read)
+            keys, values = select(keys, self._read), select(values, self._read)
         k, v = (x.reshape(len(x), sessions, self._extent, -1).transpose(0, 1) for x in (keys, values))
         every = torch.arange(self._extent, device=query.device)
         mask = mask_of(self._positions, every, self._memory.windows[layer], query.dtype)
         return attend_heads(query, k, v, mask.repeat(1, len(query) // len(keys), 1)[:, None], scores)
+
+
+def select(tensor: Tensor, slots: Tensor) -> Tensor:
+    """Copies of the positions ``slots`` of keys or values (heads, ..., width), whole positions at once, as they are in
+    memory. By heads it took thirty times as long."""
+    return tensor.transpose(0, 1).index_select(0, slots).transpose(0, 1)
 
 
 def attend_heads(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: _Scores) -> Tensor:
