@@ -71,7 +71,7 @@ def unreachable(host: str, port: int, error: Exception, timeout_s: float) -> Unr
     if cause == UNKNOWN_NAME:
         remedy = "check the name, or use the machine's IP address"
     elif isinstance(error, ConnectionRefusedError):
-        cause, remedy = "connection refused", "is the seed running there, and on this port?"
+        cause, remedy = "connection refused", "is p2ptrain running there, and on this port?"
         if is_loopback(host):  # also where none was named
             remedy += " If it runs on another machine, give that machine's address"
     elif isinstance(error, TimeoutError):

@@ -134,9 +134,7 @@ class TextOptions:
         check_dtype(self.dtype, self.weights)
         if self.wire:
             check_one_of("--wire", self.wire, WIRES)
-        of_split: dict[str, object] = {"wire": self.wire, "positions": self.positions, "dry-run": self.dry_run}
-        if self.by_verifier:
-            of_split |= {"dtype": self.dtype, "weights": self.weights}
+        of_split = {"wire": self.wire, "positions": self.positions, "dry-run": self.dry_run}
         of_verifier = {"verifier": self.verifier, "model-name": self.model_name, "no-speculation": self.no_speculation}
         if not self.by_verifier and (extra := next((name for name, value in of_verifier.items() if value), None)):
             remedy = "leave out --checkpoint, --job and --split"
@@ -145,9 +143,13 @@ class TextOptions:
             raise UserError(f"--{extra} works only with --split", remedy="add --split, or leave it out")
         if not self.by_verifier and (self.checkpoint is None) == (not self.job):
             raise UserError(f"{command} needs one checkpoint", remedy="give either --checkpoint DIR or --job JOB")
+        elsewhere = {"dtype": self.dtype, "weights": self.weights} if self.by_verifier else {}
         if self.device != "auto" and (self.by_verifier or self.split is not None):
-            text = f"--device {self.device} does not apply: a verifier, or workers, compute the model"
-            raise UserError(text, remedy="leave it out, and give it to them: p2ptrain join --device ...")
+            elsewhere["device"] = self.device
+        for name in (name for name, value in elsewhere.items() if value):
+            text = f"--{name} {elsewhere[name]} does not apply: a verifier, or workers, compute the model"
+            remedy = f"give it to them: p2ptrain join --{name} ...; or compute it here: --checkpoint DIR"
+            raise UserError(text, remedy=remedy)
 
 
 def check_dtype(dtype: str, weights: str) -> None:

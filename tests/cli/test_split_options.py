@@ -36,7 +36,7 @@ def test_what_travels(wire: str, encodings: tuple[str, str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["generate", "x", "--dtype", "bf16"], "--dtype works only with --split"),
+        (["generate", "x", "--dtype", "bf16"], "--dtype bf16 does not apply: a verifier"),
         (["generate", "x", "--dry-run"], "--dry-run works only with --split"),
         (["chat", "--wire", "bf16"], "--wire works only with --split"),
         (["chat", "--split", "--dtype", "int8"], "--dtype int8 is not a valid value"),
