@@ -61,9 +61,10 @@ class WholeVectors(nn.Module):
         self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        numel = x.numel()
-        filled = F.pad(x.flatten(), (0, _filled(numel, torch.get_num_threads()) - numel))
-        return cast(Tensor, self.function(filled)[:numel].view(x.shape))
+        numel, rows = x.numel(), x.flatten()
+        if rest := _filled(numel, torch.get_num_threads()) - numel:
+            rows = F.pad(rows, (0, rest))
+        return cast(Tensor, self.function(rows)[:numel].view(x.shape))
 
 
 class PackedMatrix(Tensor):
@@ -144,7 +145,7 @@ class RowPadding:
 
     Attributes:
         least: of products, see above. numel: numbers of a matrix, on average.
-        widths: numbers of a row that functions may take outside of activations: the scores of experts, and gates.
+        widths: numbers of a row that functions may take outside of activations: the scores of experts.
     """
 
     least: int = 1
@@ -156,7 +157,6 @@ class RowPadding:
         """For a part's module after ``replace_linears``."""
         modules = list(module.modules())
         widths = {other.num_experts for other in modules if isinstance(getattr(other, "num_experts", None), int)}
-        widths |= {other.out_features for other in modules if getattr(other, "out_features", VECTOR) < VECTOR}
         numels = [other.in_features * other.out_features for other in modules if hasattr(other, "in_features")]
         return cls(LEAST_ROWS, fmean(numels or [math.inf]), frozenset(widths))
 
