@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from statistics import fmean
 from typing import Any, cast
 
@@ -114,14 +114,17 @@ def replace_linears(module: Any) -> None:
                 setattr(owner, name, WholeVectors(child))
         if hasattr(owner, "_apply_gate") and not (owner.has_bias or owner.is_transposed or not owner.has_gate):
             owner.config._experts_implementation = EXPERTS
-            owner.products = [_products(owner._parameters.pop(name)) for name in ("gate_up_proj", "down_proj")]
+            weights = [owner._parameters.pop(name).detach() for name in ("gate_up_proj", "down_proj")]
+            owner.products = [[product_of(each) for each in weight] for weight in weights]
         matrices = {name: weight for name, weight in owner.named_parameters(recurse=False) if weight.ndim == 2}
         owner._parameters.update({name: PackedMatrix.of(weight) for name, weight in matrices.items()})
 
 
-def _products(experts: Tensor) -> list[Callable[[Tensor], Tensor]]:
-    """The product with each expert's matrix (outputs, inputs)."""
-    return [PackedLinear(each, None) for each in experts.detach().unbind()]
+def product_of(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """The product of rows and a matrix (outputs, inputs)."""
+    if weight.device.type == "cpu" and can_pack(weight.dtype):
+        return PackedLinear(weight, None)
+    return partial(F.linear, weight=weight)
 
 
 def compute_experts(experts: Any, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

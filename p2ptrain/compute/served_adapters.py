@@ -7,42 +7,29 @@ adapter's sessions. Unlike ``compute.adapter`` it merges nothing: the base's wei
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the field's name
 from torch import Tensor
 
 from p2ptrain.compute.adapter import MergedTable
+from p2ptrain.compute.linears import product_of
 from p2ptrain.core.serving import HASH_BYTES
 
-ROWS = 16
-"""Rows of a product with an adapter's factors on a CPU. Its sums depend on the number of rows, so it is always this."""
 Rows = slice | Tensor
 
 
-@dataclass(frozen=True, slots=True)
 class LowRankFactors:
-    """``down``: A transposed (in, rank). ``up``: B transposed and scaled (rank, out)."""
+    """Of an adapter in one layer. ``down``: A (rank, in); ``up``: B, scaled (out, rank)."""
 
-    down: Tensor
-    up: Tensor
-
-    @classmethod
-    def of(cls, down: Tensor, up: Tensor) -> LowRankFactors:
-        """Of A (rank, in) and B, scaled (out, rank). Zeros fill up the rank: a CPU's product with 5 to 7 columns, or 9
-        to 11, orders the sums of its rows in several ways."""
-        fill = -len(down) % 4
-        return cls(F.pad(down, (0, 0, 0, fill)).T.contiguous(), F.pad(up, (0, fill)).T.contiguous())
+    def __init__(self, down: Tensor, up: Tensor) -> None:
+        self.nbytes = down.nbytes + up.nbytes
+        self._down, self._up = product_of(down), product_of(up)
 
     def product(self, x: Tensor) -> Tensor:
-        """Rows (T, in) → (T, out)."""
-        if x.device.type != "cpu":
-            return (x @ self.down) @ self.up
-        filled = torch.cat([x, x[-1:].expand(-len(x) % ROWS, -1)])
-        return torch.cat([(part @ self.down) @ self.up for part in torch.split(filled, ROWS)])[: len(x)]
+        """Rows (T, in) → (T, out). They are two at least, as ``compute.linears`` says."""
+        return self._up(self._down(x if len(x) > 1 else x.expand(2, -1)))[: len(x)]
 
 
 class _Layer:
@@ -85,9 +72,8 @@ class ServedAdapters:
             if layer is None:
                 layer = self._layers[path] = _Layer(self._head_rows if module is head else self._rows)
                 module.register_forward_hook(layer)
-            factors = LowRankFactors.of(*(factor.to(device, dtype) for factor in (down, up)))
-            layer.factors[name] = factors
-            size_bytes += factors.down.nbytes + factors.up.nbytes
+            layer.factors[name] = LowRankFactors(*(factor.to(device, dtype) for factor in (down, up)))
+            size_bytes += layer.factors[name].nbytes
         self.names.add(name)
         return size_bytes
 

@@ -170,7 +170,7 @@ def test_sessions_of_different_adapters_share_no_blocks(served: Callable[[str], 
 
 @pytest.mark.parametrize("rank", [5, 8])
 def test_product_of_a_row_has_the_same_bits_among_any_number_of_rows(rank: int) -> None:
-    factors, x = LowRankFactors.of(torch.randn(rank, 3072), torch.randn(64, rank)), torch.randn(300, 3072)
+    factors, x = LowRankFactors(torch.randn(rank, 3072), torch.randn(64, rank)), torch.randn(300, 3072)
     product = factors.product(x)
     for count in (1, 2, 8, 17, 100):
         assert torch.equal(factors.product(x[:count]), product[:count])
