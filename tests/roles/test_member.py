@@ -40,7 +40,7 @@ class Program:
         self.heard: list[list[str]] = []
         self.news = asyncio.Event()
         self.callers: list[str] = []
-        self.ended = False
+        self.ended = self.waits = False
         self._loads, self._fails = loads, fails
 
     async def __call__(self, member: ServingMember) -> None:
@@ -51,7 +51,7 @@ class Program:
         if self._fails is not None:
             raise self._fails
         member.answer("generate" if self.role == "verifier" else "draft", self._caller)
-        member.serves(lambda: [self.served])
+        member.serves(lambda: [self.served], is_waiting=lambda: self.waits)
         member.on_drafters(self._told)
         try:
             await asyncio.Event().wait()
@@ -129,6 +129,18 @@ async def test_a_job_trains_on_the_worker_alone_while_the_others_are_listed(clus
     views = await cluster.ask("jobs.views", job=job)
     named = {member for view in views["views"] for member in view["members"]}
     assert named == {worker.identity.peer_id}
+
+
+async def test_verifier_that_lacks_workers_is_waiting(cluster: Cluster) -> None:
+    verifier = Program("verifier")
+    cluster.serve("verifier", verifier)
+    await verifier.told()
+    for verifier.waits, expected in ((True, "waiting"), (False, "idle")):
+        async with asyncio.timeout(DEADLINE_S), cluster.operator() as client:
+            await client.request("subscribe")
+            async for update in client.updates():
+                if update.topic == "peers" and any(item["state"] == expected for item in update.items):
+                    break
 
 
 async def test_verifiers_are_told_of_drafters_that_come_leave_and_die(cluster: Cluster) -> None:
