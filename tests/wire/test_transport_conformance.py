@@ -213,7 +213,7 @@ async def test_nobody_there_is_unreachable_and_says_what_to_do(network: Network)
     host, port = listener.address
     with pytest.raises(Unreachable, match=f"{host}:{port}: connection refused") as caught:
         await network.connect(host, port, Recorder, timeout_s=5)
-    assert "seed" in caught.value.remedy
+    assert "is p2ptrain running there" in caught.value.remedy
 
 
 @on_all_transports
