@@ -43,7 +43,7 @@ from p2ptrain.core.checkpoints import CheckpointEntry, Meta
 from p2ptrain.lab.sim.machine import MachineDisk, Misconduct, Process, SimEngine
 from ring.job_member import JobMember
 from ring.ledger import counts_of_untrusted
-from ring.staleness import problem_of, unpacked_untrusted
+from ring.staleness import unpacked_untrusted
 from ring.token import next_lineage
 from ring.view import View
 from wire.job_messages import LedgerRow, Report
@@ -514,10 +514,14 @@ class Observer:
             made = unpacked_untrusted(row.made_of, counts)
             new = {used.number for used in made} - numbers
             numbers |= new
-            began = self.history.began.get(row.generation, 0)
-            problem = problem_of(made, row.step, buffer=buffer, bound=bound)
-            fits = not problem and len(new) == buffer and all(used.base >= began for used in made)
-            self.report.check("versions", fits, f"step {row.step} is made of {made}: {problem}")
+            fits = len(made) == len(new) == buffer and all(
+                used.base >= self.history.began.get(row.generation, 0)
+                and (used.bound == bound if bound else 5 <= used.bound <= 500)
+                and 0 <= (staleness := row.step - 1 - used.base) <= used.bound
+                and abs(used.weight * (1 + staleness) ** 0.5 - 1) < 1e-9
+                for used in made
+            )
+            self.report.check("versions", fits, f"step {row.step} is made of {made}")
 
     def gave_up(self, first: int, last: int) -> None:
         """The seed's ledger continues after the steps ``first`` to ``last``, which are not recorded."""
