@@ -26,8 +26,8 @@ demo: $(VENV)/.installed ## train a small model on this machine with two workers
 	$(BIN)/p2ptrain generate "$(PROMPT)" --tokens 200 --temperature 0.6 --checkpoint $(DEMO_STATE)
 
 # Two halves at a time, which take about as long.
-COMPUTING := tests/compute tests/sim $(wildcard tests/roles/test_*.py)
-WAITING := $(filter-out tests/compute tests/sim tests/roles %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/ tests/roles/*/)))
+COMPUTING := tests/compute $(wildcard tests/roles/test_*.py)
+WAITING := $(filter-out tests/compute tests/roles %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/ tests/roles/*/)))
 
 test: $(VENV)/.installed-dev ## run all tests
 	@log=$$(mktemp); $(BIN)/python -m pytest $(COMPUTING) > $$log 2>&1 & computing=$$!; \
