@@ -200,7 +200,8 @@ class Worker(MemberProcess):
         stats["out_bps"] = 8 * self.gauges.rate("out", sent_bytes)
         stats["sent_bytes"] = float(sent_bytes)
         if runner is None:
-            return Heartbeat(0, 0, 0, "idle", stats)
+            serves = self._stages is not None and self._stages.requests.sessions
+            return Heartbeat(0, 0, 0, "serving" if serves else "idle", stats)
         stats["tokens_per_s"] = self.gauges.rate("tokens", runner.state.tokens)
         stats.update(runner.state.reports.clock.last_ms)
         stats.update(runner.activity_runner.contribution_stats())

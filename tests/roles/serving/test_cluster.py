@@ -79,7 +79,16 @@ async def test_tokens_come_though_a_worker_is_killed(tmp_path: Path, encrypted: 
                     await victim.die()
 
             session = await chain.open(positions=60, sampling=SEEDED, sample_from=1)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(30), cluster.operator() as seed:
+                await seed.request("subscribe")
+                states: dict[str, str] = {}
+                async for update in seed.updates():
+                    if update.topic == "peers":
+                        states |= {item["name"]: item["state"] for item in update.items}
+                    if {name for name in states if states[name] == "serving"} == {
+                        stage.peer.name for stage in chain.plan.stages
+                    }:
+                        break
                 await decode(session, PROMPT, tokens_of(CONFIG, PROMPT, 20, SEEDED), before=kill)
             await session.close()
             assert len(chain.times.mendings) == 1
