@@ -18,7 +18,7 @@ from p2ptrain.compute.attention import TrainingAttention
 from p2ptrain.compute.device import one_thread
 from p2ptrain.compute.key_value_cache import LAYER_CACHES, BatchCache, SessionCache, SessionRows, attend_in_batches
 from p2ptrain.compute.layout import LayerRange, ModelLayout, per_layer_lists, split_refusal
-from p2ptrain.compute.model import Auto, first_line
+from p2ptrain.compute.model import DRAWING, Auto, first_line
 from p2ptrain.compute.part import PartModel, build_part
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.serving import BLOCK_POSITIONS
@@ -224,7 +224,7 @@ def _chosen_layers(kinds: Sequence[str]) -> list[int]:
 
 def _random_model(config: PretrainedConfig) -> Any:
     """All weights are random, norms and biases too, so that a swapped tensor changes the result."""
-    with torch.random.fork_rng(devices=[]):
+    with DRAWING, torch.random.fork_rng(devices=[]):
         model = Auto.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -16,6 +16,7 @@ from transformers import LlamaPreTrainedModel
 
 from p2ptrain.compute.layout import LayerRange, ModelLayout
 from p2ptrain.compute.model import build_model, model_config
+from p2ptrain.compute.split_check import check_packs
 from p2ptrain.compute.stage import build_training_part, initial_digest, initial_tensors
 from p2ptrain.core.errors import ConfigError, ResourceError
 from tests.compute.tiny_trainer import tiny
@@ -97,7 +98,9 @@ def test_threads_of_one_process_draw_the_same() -> None:
         with ThreadPoolExecutor(4) as pool:
             others = [pool.submit(initial_digest, CONFIG, None, 7, (0, 3)) for _ in range(30)]
             models = [pool.submit(build_model, SPEC, 256, 7) for _ in range(30)]  # without transformers' own drawing
+            checks = [pool.submit(check_packs, CONFIG, split=True) for _ in range(6)]
             assert all(other.result() == alone for other in others)
+            assert not any(check.result() for check in checks)
             assert all(model.result() for model in models)
     finally:
         sys.setswitchinterval(interval_s)
