@@ -9,8 +9,9 @@ terms of transformers, are the same memory in a pass:
     PaddedCache   many sessions that have few rows each, in one call on copies of their keys, as suits a GPU.
 
 The result of a row of ``BatchCache`` depends on its session alone. On a CPU, attention's sums depend on how many
-queries and keys a call has, also on masked keys. So the rows of one block are one call, with the keys up to the block's
-end and a multiple of ``QUERIES`` queries. Masked keys are zeros, or finite numbers of positions that were cut.
+queries and keys of a session a call has, also on masked keys. So a call has the rows of one block, a multiple of
+``QUERIES`` queries, with the keys up to the block's end; beside them only blocks of other sessions that have as many of
+both. Masked keys are zeros, or finite numbers of positions that were cut.
 """
 
 from __future__ import annotations

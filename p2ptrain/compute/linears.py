@@ -91,9 +91,9 @@ class PackedMatrix(Tensor):
         return out if bias is None else out + bias
 
 
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether torch has the operations for numbers of this type, on this processor."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+def can_pack(device: str, dtype: torch.dtype) -> bool:
+    """Whether torch has the operations for numbers of this type, on a device of this type."""
+    if device != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype == torch.float16:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
@@ -122,7 +122,7 @@ def replace_linears(module: Any) -> None:
 
 def product_of(weight: Tensor) -> Callable[[Tensor], Tensor]:
     """The product of rows and a matrix (outputs, inputs)."""
-    if weight.device.type == "cpu" and can_pack(weight.dtype):
+    if can_pack(weight.device.type, weight.dtype):
         return PackedLinear(weight, None)
     return partial(F.linear, weight=weight)
 

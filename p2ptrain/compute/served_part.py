@@ -188,7 +188,7 @@ class ServedPartBuilder(PartAssembly):
         dtype = choose_dtype(config, spec.dtype)
         place = self._compute_device.torch_device
         super().__init__(config, part, names, dtype=dtype, device=place, weights=spec.weights)
-        packs = self._batches and can_pack(dtype) and self._compute_device.kind == "cpu"
+        packs = self._batches and can_pack(self._compute_device.kind, dtype)
         has_copy = packs and part.first and part.last and self._whole.tied  # of the embedding, packed for the output
         copied_bytes = self._whole.model.get_input_embeddings().weight.nbytes if has_copy else 0
         what = f"a part of {len(part)} of {part.layers} layers"
@@ -276,7 +276,7 @@ class ServedPart:
         self._adapters = ServedAdapters(self._model.module)
         if self.is_batched:
             attend_in_batches(self._model.module)
-            if device.kind == "cpu" and can_pack(dtype):
+            if can_pack(device.kind, dtype):
                 replace_linears(self._model.module)
                 self._padding = RowPadding.of(self._model.module)
         if device.kind == "cuda":

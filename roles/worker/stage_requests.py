@@ -120,6 +120,7 @@ class OpenRequest(Draws):
     next: PeerAddress | None
     encoding: Encoding
     prefill_encoding: Encoding
+    temperature: Annotated[float, Bound(0, 1e6)]
     silence_s: Silence
     priority: Annotated[int, Bound(-(1 << 31), 1 << 31)] = 0
     order: Amount = 0.0

@@ -499,7 +499,7 @@ def test_a_pass_of_a_whole_model_that_fails_leaves_no_state(tmp_path: Path, fami
 # ------------------------------------------------------------------------------------------- many sessions in one pass
 
 
-PACKS_BF16 = pytest.mark.skipif(not can_pack(torch.bfloat16), reason="oneDNN has no bf16 on this processor")
+PACKS_BF16 = pytest.mark.skipif(not can_pack("cpu", torch.bfloat16), reason="oneDNN has no bf16 on this processor")
 
 
 class Work:
