@@ -23,7 +23,7 @@ from p2ptrain.core.texts import shortened
 from wire.address import format_address
 from wire.codec import MESSAGE_TYPES, decode_untrusted, encode
 from wire.frame import BulkDone, ControlFrame, FrameDecoder, encode_bulk_header, encode_control
-from wire.messages import Message, RefusalCode, Refuse
+from wire.messages import DIRECT, Message, RefusalCode, Refuse
 from wire.tls import translate_ssl_error
 
 if TYPE_CHECKING:  # an unencrypted cluster need not load cryptography
@@ -56,12 +56,14 @@ class ConnectionEnds:
         remote, local: host and port.
         encrypted: whether the transport is TLS.
         identity: the peer named by the certificate that TLS verified; None without TLS or certificate.
+        way: one of ``wire.messages.WAYS``.
     """
 
     def __init__(self) -> None:
         self.remote = self.local = ("?", 0)
         self.encrypted = False
         self.identity: PeerIdentity | None = None
+        self.way = DIRECT
         self._peer_name = ""
 
     def identify(self, transport: asyncio.BaseTransport) -> None:
@@ -69,6 +71,7 @@ class ConnectionEnds:
         peer's certificate, but it names no peer."""
         self.remote = _address(transport.get_extra_info("peername"))
         self.local = _address(transport.get_extra_info("sockname"))
+        self.way = str(transport.get_extra_info("way", DIRECT))
         ssl_object = transport.get_extra_info("ssl_object")
         self.encrypted = ssl_object is not None
         if ssl_object is None or ssl_object.context.verify_mode == ssl.CERT_NONE:
@@ -172,6 +175,22 @@ class Connection(asyncio.BufferedProtocol):
         self._incoming.decoder.allow_large()
         self._incoming.limit = INBOX_FRAMES
         self._steer_reading()
+
+    def pause_reading(self) -> None:
+        """Read no more frames: what comes next is not for this connection."""
+        self._incoming.limit = 0
+        self._steer_reading()
+
+    def detach(self) -> asyncio.Transport:
+        """Give up the transport, which gets another protocol, after ``pause_reading`` and ``flush``.
+
+        Raises ``ConnectionLost``.
+        """
+        self._check_open()
+        self._end(None)
+        transport, self._transport = self._transport, _NOT_CONNECTED
+        self.closed.set()
+        return transport
 
     async def receive(self, *, timeout_s: float) -> Received:
         """Return the next control frame. Frames that arrived before the peer closed are still returned.

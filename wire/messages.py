@@ -8,6 +8,8 @@ Messages are frozen dataclasses. ``PROTOCOL_VERSION`` is the version of all of t
     seed   → peer      Request → Response                             (verify or delete a checkpoint, measure links)
     peer   ↔ peer      KeepAlive on long-lived connections that are idle
     newcomer ↔ seed    EnrolOffer, EnrolRequest, EnrolGranted         (see ``wire.enrol``)
+    seed   → peer      CircuitOffer, CircuitOrder                     (see ``wire.circuits``)
+    end of a circuit ↔ meeting point    JoinCircuit → CircuitJoined | Refuse; ends: CircuitPath
 
 Other conversations have modules of their own: ``wire.job_messages`` (the seed and the workers of a job),
 ``wire.chain_messages`` (split models), ``wire.text_messages`` (text and speculation).
@@ -22,9 +24,9 @@ from dataclasses import field
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar
 
-from wire.schema import Bound, Count, Declared, Record
+from wire.schema import Bound, Count, Declared, Host, Id, Port, Record
 
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 MAX_TERM = 1 << 13
 """Limit of a seed's terms: a generation of term t is above t << 40, and every number must be below 2**53."""
 
@@ -143,6 +145,7 @@ class RefusalCode(StrEnum):
     CERTIFICATE_UNTRUSTED = "certificate-untrusted"
     STALE_TERM = "stale-term"
     UNKNOWN_JOB = "unknown-job"
+    UNKNOWN_CIRCUIT = "unknown-circuit"
 
 
 class Refuse(Message, kind=3):
@@ -299,3 +302,110 @@ class EnrolGranted(Message, kind=6):
     """Seed to newcomer: the certificate in DER. The connection ends; the newcomer connects again with it."""
 
     certificate_der: bytes
+
+
+# ------------------------------------------------------------------------------------------------------------- circuits
+
+
+CALLER, ANSWERER = "caller", "answerer"
+DIRECT, PUNCHED, REVERSED, RELAYED = "direct", "punched", "reversed", "relayed"
+WAYS = (DIRECT, PUNCHED, REVERSED, RELAYED)
+"""How a connection reaches the other end: this end dialled it, or one without NAT between; both dialled at once through
+their routers; the other end dialled this one; a third passes the bytes on."""
+MAX_END_ADDRESSES = 4
+CircuitId = Annotated[str, Bound(pattern="[0-9a-f]{64}")]
+Side = Annotated[str, Bound(one_of=(CALLER, ANSWERER))]
+
+
+class SocketAddress(Record):
+    """A host's number and a port."""
+
+    host: Host
+    port: Port
+
+
+EndAddresses = Annotated[list[SocketAddress], Bound(0, MAX_END_ADDRESSES)]
+
+
+class Circuit(Record):
+    """One connection between two peers through a meeting point, as one of its ends gets it from the seed.
+
+    Attributes:
+        id: secret, random, valid for one use.
+        caller, answerer: ids of the two ends. The caller asked for the circuit, and speaks first.
+        side: which of them gets this record.
+        host, port: of the meeting point, which this end dials. Empty and 0: this end is the meeting point itself.
+        relay: name of the third that is the meeting point; empty if the caller is.
+        tries_direct: both ends also try to connect without the relay, and use it if they fail.
+    """
+
+    id: CircuitId
+    caller: Id
+    answerer: Id
+    side: Side
+    host: Host = ""
+    port: Annotated[int, Bound(0, 65535)] = 0
+    relay: Annotated[str, Bound(0, 64)] = ""
+    tries_direct: bool = False
+
+    @property
+    def peer(self) -> str:
+        """Id of the other end."""
+        return self.answerer if self.side == CALLER else self.caller
+
+
+class CircuitOffer(Message, kind=30):
+    """Seed to peer: join this circuit.
+
+    ``trial``: only find out by which way both ends can connect, then close (``CircuitNetwork.try_direct``).
+    """
+
+    circuit: Circuit
+    trial: bool = False
+
+
+class CircuitOrder(Message, kind=31):
+    """Seed to relay: connect the two ends that will name this circuit (``CircuitNetwork.expect_circuit``).
+
+    Attributes:
+        lives_s: time until which both must be there.
+        peers: ids of the two ends, whose circuits are counted.
+    """
+
+    id: CircuitId
+    lives_s: Annotated[float, Bound(0, 600)]
+    peers: Annotated[list[Id], Bound(0, 2)]
+
+
+class JoinCircuit(Message, kind=7):
+    """End of a circuit to the meeting point: the first frame of its connection, never inside TLS.
+
+    ``addresses``: where else the other end may reach this end, if both try it.
+    """
+
+    id: CircuitId
+    side: Side
+    addresses: EndAddresses = field(default_factory=list)
+
+
+class CircuitJoined(Message, kind=8):
+    """Meeting point to both ends: both are there. What follows comes from the other end.
+
+    Attributes:
+        seen: the other end's address, as the meeting point sees it.
+        addresses: the other end's own.
+    """
+
+    seen: SocketAddress
+    addresses: EndAddresses = field(default_factory=list)
+
+
+class CircuitPath(Message, kind=9):
+    """Between the ends of a circuit that try other paths, on such a path: this is the other end of the circuit.
+
+    The answerer sends it first on each path that opened. The caller sends it on the path that it chose, which may be
+    the relay's, with the ``way`` that this is.
+    """
+
+    id: CircuitId
+    way: Annotated[str, Bound(one_of=WAYS)] = DIRECT

@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from p2ptrain.core.errors import DeadlineExceeded, ResourceError, Unreachable, UserError
 from p2ptrain.core.world import Listener, OnProblem, ProtocolFactory
@@ -122,6 +122,12 @@ class FlowControl(asyncio.Transport):
 
     def is_closing(self) -> bool:
         return self._closing
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self._protocol = cast(asyncio.BufferedProtocol, protocol)
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        return self._protocol
 
     def writelines(self, list_of_data: Iterable[WriteData]) -> None:
         for data in list_of_data:

@@ -13,8 +13,10 @@ import uvloop
 from p2ptrain.core.world import Listener, Network, OnProblem, ProtocolFactory
 from p2ptrain.lab.memory import MemoryNetwork, VirtualClockLoop
 from tests.wire import doubles
+from tests.wire.circuit_doubles import ThreePeers
 from tests.wire.doubles import run
 from wire import transport
+from wire.circuits import RelayLimits
 from wire.credentials import Credentials
 from wire.emulate import EmulatedNetwork, LinkPreset
 from wire.tls import TlsNetwork
@@ -33,10 +35,15 @@ class TwoPeers:
     """TLS, on which who dials is ``a1``, an operator too, and who listens is ``b2``, a seed too."""
 
     def __init__(self, network: Network) -> None:
+        self._network = network
         self._a1, self._b2 = (
             TlsNetwork(network, member(name, other), require_client_certificate=True)
             for name, other in (("a1", "operator"), ("b2", "seed"))
         )
+
+    async def close(self) -> None:
+        if isinstance(self._network, ThreePeers):
+            await self._network.close()
 
     async def connect(self, host: str, port: int, factory: ProtocolFactory, *, timeout_s: float) -> None:
         await self._a1.connect(host, port, factory, timeout_s=timeout_s)
@@ -58,8 +65,16 @@ STAGES: dict[str, tuple[Callable[[], asyncio.AbstractEventLoop], Callable[[], Ne
     "tls-memory": (VirtualClockLoop, lambda: TwoPeers(MemoryNetwork())),
     "memory": (VirtualClockLoop, MemoryNetwork),
     "emulated": (VirtualClockLoop, lambda: EmulatedNetwork(MemoryNetwork(), FAR, 1)),
+    "relayed-memory": (VirtualClockLoop, lambda: ThreePeers(MemoryNetwork().at)),
+    "tls-relayed-uvloop": (uvloop.new_event_loop, lambda: TwoPeers(ThreePeers(TcpNetwork()))),
 }
 MORE_STAGES = {
+    "relayed-asyncio": (asyncio.new_event_loop, lambda: ThreePeers(TcpNetwork())),
+    "relayed-emulated": (VirtualClockLoop, lambda: ThreePeers(EmulatedNetwork(MemoryNetwork(), QUICK, 1))),
+    "relayed-limited": (VirtualClockLoop, lambda: ThreePeers(MemoryNetwork().at, limits=RelayLimits(1e7))),
+    "tls-relayed-memory": (VirtualClockLoop, lambda: TwoPeers(ThreePeers(MemoryNetwork().at))),
+    "reversed-memory": (VirtualClockLoop, lambda: ThreePeers(MemoryNetwork().at, reversed_=True)),
+    "tls-reversed-asyncio": (asyncio.new_event_loop, lambda: TwoPeers(ThreePeers(TcpNetwork(), reversed_=True))),
     "tls-emulated": (VirtualClockLoop, lambda: TwoPeers(EmulatedNetwork(MemoryNetwork(), ROUGH, 1))),
     "emulated-tls-uvloop": (uvloop.new_event_loop, lambda: EmulatedNetwork(TwoPeers(TcpNetwork()), QUICK, 1)),
     "memory-asyncio": (asyncio.new_event_loop, MemoryNetwork),
@@ -73,7 +88,10 @@ def _player(stage: str) -> Play:
     loop, network = (STAGES | MORE_STAGES)[stage]
 
     async def scene(scenario: Scenario) -> None:
-        await scenario(network())
+        made = network()
+        await scenario(made)
+        if isinstance(made, TwoPeers | ThreePeers):
+            await made.close()
 
     return lambda scenario: doubles.play(scene(scenario), loop_factory=loop)
 
