@@ -50,7 +50,8 @@ from wire.messages import (
     RefusalCode,
     SocketAddress,
 )
-from wire.transport import Address, HalfOpen, check_port, unreachable
+from wire.punching import DirectTries
+from wire.transport import Address, HalfOpen, TcpNetwork, can_share_ports, check_port, unreachable
 
 JOIN_S = 5.0
 """From dialling a meeting point until both ends are there, and from accepting a connection to its first bytes."""
@@ -183,19 +184,30 @@ class CircuitNetwork:
         """Return a transport to the other end, with its reading paused, and its way."""
         if not circuit.host:
             return await self._meet_answerer(circuit.id), REVERSED
-        connection = Connection()
+        meeting = Connection()
+        tries: DirectTries | None = None
         try:
             async with asyncio.timeout(JOIN_S):
-                await self._inner.connect(circuit.host, circuit.port, lambda: connection, timeout_s=JOIN_S)
-                connection.send(JoinCircuit(circuit.id, circuit.side))
-                await connection.expect(CircuitJoined, timeout_s=JOIN_S)
-            connection.pause_reading()
-            return connection.detach(), RELAYED if circuit.relay else REVERSED
+                if circuit.tries_direct and isinstance(self._inner, TcpNetwork) and can_share_ports():
+                    tries = DirectTries(self._inner, circuit)
+                    await tries.dial_meeting(meeting)
+                else:
+                    await self._inner.connect(circuit.host, circuit.port, lambda: meeting, timeout_s=JOIN_S)
+                addresses = tries.own_addresses(meeting) if tries is not None else []
+                meeting.send(JoinCircuit(circuit.id, circuit.side, addresses))
+                joined = await meeting.expect(CircuitJoined, timeout_s=JOIN_S)
+                if tries is not None and addresses and joined.addresses:  # both ends try
+                    connection, way = await tries.choose(joined, meeting)
+                    return connection.detach(), way
+            meeting.pause_reading()
+            return meeting.detach(), RELAYED if circuit.relay else REVERSED
         except TimeoutError:
             where = circuit.relay or format_address(circuit.host, circuit.port)
             raise DeadlineExceeded(f"the other end did not come to {where} within {JOIN_S:g} s") from None
         finally:
-            connection.abort()
+            meeting.abort()
+            if tries is not None:
+                await tries.close()
 
     async def _meet_answerer(self, circuit_id: str) -> asyncio.Transport:
         """Wait for the answerer of this peer's own circuit at this peer's listener."""

@@ -21,11 +21,12 @@ import socket
 import struct
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias, cast
 
 from p2ptrain.core.errors import DeadlineExceeded, ResourceError, Unreachable, UserError
@@ -441,6 +442,11 @@ def can_watch(loop: asyncio.AbstractEventLoop) -> bool:
     return hasattr(socket.socket, "sendmsg") and not type(loop).__name__.startswith("Proactor")
 
 
+def can_share_ports() -> bool:
+    """Whether ``TcpNetwork.share_port`` works here."""
+    return hasattr(socket, "SO_REUSEPORT") and can_watch(asyncio.get_running_loop())
+
+
 def _name(get: Callable[[], Any]) -> Any:
     """The address of one end, IPv4's own on a socket for both families, and with the zone if it is link-local."""
     try:
@@ -464,7 +470,7 @@ def _least_round_trip_s(sock: socket.socket) -> float | None:
 # ------------------------------------------------------------------------------------------------------------------ TCP
 
 
-BACKLOG = 256
+BACKLOG, BACKLOG_SHARED = 256, 8
 
 
 class TcpNetwork:
@@ -487,8 +493,19 @@ class TcpNetwork:
             "TCP_USER_TIMEOUT": round(user_timeout_s * 1000),
         }
 
-    async def connect(self, host: str, port: int, factory: ProtocolFactory, *, timeout_s: float) -> None:
-        """Dial ``host:port``: try each address of the name, all within ``timeout_s``. Raises ``Unreachable``."""
+    async def connect(
+        self,
+        host: str,
+        port: int,
+        factory: ProtocolFactory,
+        *,
+        timeout_s: float,
+        ports: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
+        """Dial ``host:port``: try each address of the name, all within ``timeout_s``. Raises ``Unreachable``.
+
+        ``ports``: family → the local port of ``share_port`` to dial from.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         check_port(port, least=1)
@@ -503,7 +520,7 @@ class TcpNetwork:
             share_s = (deadline - loop.time()) / (len(places) - index)
             try:
                 async with asyncio.timeout(share_s):
-                    return await self._dial(family, address, factory)
+                    return await self._dial(family, address, factory, ports.get(family, 0))
             except OSError as error:  # TimeoutError is one
                 problem = error
         raise unreachable(host, port, problem, timeout_s) from problem
@@ -547,9 +564,29 @@ class TcpNetwork:
             raise cannot_listen(host, port, error, option=option) from error
         return sock
 
-    async def _dial(self, family: int, address: Any, factory: ProtocolFactory) -> None:
-        loop = asyncio.get_running_loop()
+    def share_port(self, family: int, factory: ProtocolFactory) -> SocketListener:
+        """Accept on a free port from which ``connect`` can dial, too. Raises ``OSError``; where ``can_share_ports``."""
+        sock = self._shared(family, 0)
+        sock.listen(BACKLOG_SHARED)
+        return SocketListener(asyncio.get_running_loop(), sock, factory, backlog=BACKLOG_SHARED)
+
+    def _shared(self, family: int, port: int) -> socket.socket:
         sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            self._tune(sock)
+            sock.bind(("", port))
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    async def _dial(self, family: int, address: Any, factory: ProtocolFactory, port: int) -> None:
+        loop = asyncio.get_running_loop()
+        sock = self._shared(family, port) if port else socket.socket(family, socket.SOCK_STREAM)
         try:
             self._tune(sock)
             await _connect(loop, sock, address)
