@@ -28,13 +28,14 @@ from roles.worker.heal import StateFetch, StateLayout, StateSource
 from roles.worker.heal_source import HealSource, piece_untrusted
 from tests.roles.in_process import HOST
 from tests.wire.doubles import credentials
+from wire.circuits import CircuitNetwork
 from wire.codec import MESSAGE_TYPES, encode
 from wire.connection import Connection
 from wire.credentials import PeerIdentity, unverified_context
 from wire.frame import encode_control
 from wire.handshake import local_hello, local_welcome, serve
 from wire.job_messages import BlobRecord, HealOffer, HealRequest, MemberRecord, RangeGone, RangeRequest, StepLogged
-from wire.messages import Hello, Message, Refuse, Welcome
+from wire.messages import Hello, JoinCircuit, Message, Refuse, Welcome
 from wire.tls import TlsNetwork
 
 from .engine import target
@@ -63,8 +64,11 @@ def _client_hello() -> bytes:
     raise AssertionError("nobody answered, and yet it shook hands")
 
 
+_CIRCUIT = "cd" * 32
+_JOINS = made(JoinCircuit, id=mostly(st.just(_CIRCUIT), st.just("0" * 64))).map(lambda join: _frame_if_small(join))
 _FIRST = st.one_of(
     _HELLOS.map(_frame),
+    _JOINS,
     st.tuples(_HELLOS, _ANY).map(lambda both: _frame(both[0]) + _frame_if_small(both[1])),
     st.deferred(lambda: st.just(_client_hello())),
     st.sampled_from(
@@ -87,12 +91,14 @@ class ProbeContext:
 
     Attributes:
         tls: the door is that of an encrypted cluster.
+        circuits: ends of circuits may meet there, too.
         shakes: it speaks TLS itself, and ``chunks`` are what it says inside.
         flips: (offset, mask) of bytes that it sends wrongly.
         leaves: what it does after its words: ``stays``, ``closes`` or ``aborts``.
     """
 
     tls: bool
+    circuits: bool
     shakes: bool
     chunks: list[bytes]
     flips: list[tuple[int, int]]
@@ -164,6 +170,7 @@ def _seed_credentials() -> Any:
         ProbeContext,
         st.booleans(),
         st.booleans(),
+        st.booleans(),
         chunked(mutated(_FIRST, most=2)),
         st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 255)), max_size=2),
         st.sampled_from(["stays", "closes", "aborts"]),
@@ -175,8 +182,12 @@ async def _visited(visit: ProbeContext) -> None:
     problems: list[P2PTrainError] = []
     network = MemoryNetwork()
     door: Any = network
+    meeting = CircuitNetwork(network)
+    if visit.circuits:
+        door = meeting
+        meeting.expect_circuit(_CIRCUIT, 1.0)
     if visit.tls:
-        door = TlsNetwork(network, _seed_credentials(), require_client_certificate=False)
+        door = TlsNetwork(door, _seed_credentials(), require_client_certificate=False)
 
     async def decide(hello: Hello, connection: Connection) -> Welcome:
         assert not visit.tls or hello.purpose == "enrol", "let in without a certificate"
@@ -204,8 +215,10 @@ async def _visited(visit: ProbeContext) -> None:
     await asyncio.sleep(2)
     assert not server._handlers, "somebody is still served"
     await server.close()
+    for left in (meeting._meetings, meeting._relayed, meeting._joining):
+        assert not left, "a circuit is left"
     assert all(isinstance(problem, P2PTrainError) for problem in problems)
-    for half_open in (server._half_open, *([door.half_open] if visit.tls else [])):
+    for half_open in (server._half_open, meeting.half_open, *([door.half_open] if visit.tls else [])):
         assert not half_open._by_machine, "a place in the doorway is not given back"
 
 

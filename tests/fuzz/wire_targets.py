@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import math
 from typing import Any
 
@@ -24,7 +25,8 @@ from wire.frame import (
     encode_bulk_header,
     encode_control,
 )
-from wire.messages import BULK_KIND, PROTOCOL_VERSION, Hello, Message, Welcome
+from wire.messages import BULK_KIND, MAX_END_ADDRESSES, PROTOCOL_VERSION, Hello, Message, SocketAddress, Welcome
+from wire.punching import dialable_untrusted
 from wire.records import JobInfo, LedgerRun, PartInfo, Record, ServingInfo, StagePlanInfo, TrainingPlanInfo
 
 from .engine import accepted, target
@@ -242,6 +244,46 @@ def _check_record(case: tuple[type[Record], Any]) -> None:
         assert all(value is None or math.isfinite(value) for value in (record.compute_s, record.hop_s))
     if isinstance(record, TrainingPlanInfo):
         assert describe_prediction(record)
+
+
+# ----------------------------------------------------------------------------------- where to dial the end of a circuit
+
+_HOSTS = [
+    "192.168.1.2",
+    "127.0.0.1",
+    "0.0.0.0",
+    "224.0.0.1",
+    "::1",
+    "::",
+    "fe80::1%eth0",
+    "::ffff:127.0.0.1",
+    "2001:db8::1",
+]
+_OWN = [[SocketAddress("192.168.1.2", 7)], [SocketAddress("::1", 7)], []]
+
+
+@target(
+    "addresses of ends",
+    st.tuples(
+        st.lists(
+            st.builds(
+                SocketAddress,
+                st.sampled_from(_HOSTS) | mutated_text(_HOSTS, ["%", ":", "0", "e", "/"]),
+                st.integers(1, 65535),
+            ),
+            max_size=MAX_END_ADDRESSES + 1,
+        ),
+        st.sampled_from(_OWN),
+    ),
+    "wire.punching.dialable_untrusted",
+)
+def _check_addresses(case: tuple[list[SocketAddress], list[SocketAddress]]) -> None:
+    addresses, own = case
+    for host, port in dialable_untrusted(addresses, own):
+        number = ipaddress.ip_address(host)
+        assert not any((number.is_multicast, number.is_unspecified, number.is_link_local))
+        assert not number.is_loopback or own == _OWN[1]
+        assert SocketAddress(host, port) not in own
 
 
 # ----------------------------------------------------------------------------------------- texts that a person is given
