@@ -10,6 +10,7 @@ from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.join_options import JoinOptions
 from p2ptrain.cli.runtime import WithBareSplit, run, takes_options
 from p2ptrain.cluster.jobs import step_line
+from p2ptrain.core.threads import OWN_CORES, SHARED_CORES
 
 if TYPE_CHECKING:
     from configs.schema import Profile
@@ -55,9 +56,9 @@ def join(options: JoinOptions) -> None:
     """
     from p2ptrain.cluster.island import follow, island_options
 
-    # Workers on one machine share its cores. By default OpenMP's threads spin while they wait, which made a step take
-    # ten times as long. This must be set before torch is loaded.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    is_whole = options.role == "verifier" and options.split is None
+    for name, value in (OWN_CORES if is_whole else SHARED_CORES).items():
+        os.environ.setdefault(name, value)
     options = options.resolve()
     if options.role != "worker":
         from p2ptrain.cli.serving import join_to_serve

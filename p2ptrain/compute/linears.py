@@ -12,11 +12,9 @@ array, or of a thread's share of it, one by one with other roundings. So their a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from statistics import fmean
 from typing import Any, cast
 
 import torch
@@ -30,9 +28,6 @@ LEAST_ROWS = 4
 """Of a pass. Four rows take oneDNN a fifth less time than two (AMD EPYC, 22 M and 80 M parameters)."""
 VECTOR = 64
 """Numbers, at most, that are computed at once."""
-SMALL_PRODUCT = 1_500_000
-"""Multiply-adds of a matrix and rows. Of fewer, other threads save less time than it takes to wake them: with two of
-them one text of 22 M parameters took a fifth longer."""
 GRAIN = 32768
 """torch shares out arrays of more numbers over threads, and for ``gelu`` of more than half as many, over all."""
 ACTIVATIONS = {each[0] if isinstance(each, tuple) else each for each in ACT2CLS.values()}
@@ -144,15 +139,14 @@ ExpertsInterface.register(EXPERTS, compute_experts)
 
 @dataclass(frozen=True, slots=True)
 class RowPadding:
-    """How many rows a pass has, and its threads.
+    """How many rows a pass has.
 
     Attributes:
-        least: of products, see above. numel: numbers of a matrix, on average.
+        least: of products, see above.
         widths: numbers of a row that functions may take outside of activations: the scores of experts.
     """
 
     least: int = 1
-    numel: float = math.inf
     widths: frozenset[int] = frozenset()
 
     @classmethod
@@ -160,21 +154,7 @@ class RowPadding:
         """For a part's module after ``replace_linears``."""
         modules = list(module.modules())
         widths = {other.num_experts for other in modules if isinstance(getattr(other, "num_experts", None), int)}
-        numels = [other.in_features * other.out_features for other in modules if hasattr(other, "in_features")]
-        return cls(LEAST_ROWS, fmean(numels or [math.inf]), frozenset(widths))
-
-    @contextmanager
-    def threads(self, count: int) -> Iterator[None]:
-        """Compute a pass of ``count`` rows in this context, on one thread if its products are small."""
-        most = torch.get_num_threads()
-        is_small = max(count, self.least) * self.numel < SMALL_PRODUCT
-        if is_small:
-            torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            if is_small:
-                torch.set_num_threads(most)
+        return cls(LEAST_ROWS, frozenset(widths))
 
     def rows(self, count: int) -> int:
         """The number of rows of a pass with ``count`` rows or more."""

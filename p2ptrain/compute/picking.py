@@ -71,7 +71,9 @@ class Picker:
             if self._sampling.temperature <= COLDEST:
                 # Of equal entries a row's maximum is the first one.
                 return tuple(logits[:, : self._sampling.vocab_size or None].max(-1).indices.tolist())
-            warped = self._warp(_NO_IDS, self._scores(logits))
+            warped = self._scores(logits)
+            for warper in self._warp:  # calling the list itself inspects their signatures, each time
+                warped = warper(_NO_IDS, warped)
             if self._has_few_entries:
                 warped = _remove_tail(warped, self._sampling.top_p)
             probabilities, entries = warped.softmax(-1), self._sampling.vocab_size or warped.shape[1]

@@ -445,8 +445,7 @@ class ServedPart:
             self._adapters.use_one(adapter)
             out = self._runner.forward(x, [each.rows for each in group], wanted, adapter)
         else:
-            with self._padding.threads(len(x)):
-                out = self._compute_rows(group, x, wanted)
+            out = self._compute_rows(group, x, wanted)
         counts = [each.wanted if self._model.part.last else each.work.count for each in group]
         return list(torch.split(out[: sum(counts)], counts))
 

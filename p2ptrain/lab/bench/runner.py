@@ -25,6 +25,7 @@ from typing import Any
 from p2ptrain.cluster.console import Console, stoppable, unless_stopped
 from p2ptrain.cluster.local_cluster import PeerProcess
 from p2ptrain.core.errors import DeadlineExceeded, JobFailed, ResourceError, UserError
+from p2ptrain.core.threads import OWN_CORES, SHARED_CORES
 from p2ptrain.lab.bench.report import BenchReport, Case
 from roles.gauges import free_memory_bytes
 
@@ -61,7 +62,7 @@ class Bench:
                 arguments = ["bench", "member", str(rank), str(count)]
                 name = f"member {rank}"
                 log = self.root / f"{name}-{len(os.listdir(self.root))}.log"
-                environment = _environment(threads)
+                environment = _environment(threads) | (SHARED_CORES if count > 1 else OWN_CORES)
                 children.append(await PeerProcess.start(name, arguments, log, listen=True, environment=environment))
             yield Members(children)
         finally:
@@ -166,7 +167,7 @@ class Members:
 def _environment(threads: int) -> dict[str, str]:
     names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
     loopback = next((name for name in names if name.startswith("lo")), "")
-    chosen = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
+    chosen = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     if loopback:  # Gloo's default is the interface of the host's name
         chosen["GLOO_SOCKET_IFNAME"] = loopback
     return os.environ | chosen
