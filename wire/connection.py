@@ -182,9 +182,10 @@ class Connection(asyncio.BufferedProtocol):
         self._steer_reading()
 
     def detach(self) -> asyncio.Transport:
-        """Give up the transport, which gets another protocol, after ``pause_reading`` and ``flush``.
+        """Give up the transport, which gets another protocol at once. Raises ``ConnectionLost``.
 
-        Raises ``ConnectionLost``.
+        That protocol hears nothing of bytes sent before, after ``flush``, and gets none too late, after
+        ``pause_reading``.
         """
         self._check_open()
         self._end(None)

@@ -9,7 +9,7 @@ Messages are frozen dataclasses. ``PROTOCOL_VERSION`` is the version of all of t
     peer   ↔ peer      KeepAlive on long-lived connections that are idle
     newcomer ↔ seed    EnrolOffer, EnrolRequest, EnrolGranted         (see ``wire.enrol``)
     seed   → peer      CircuitOffer, CircuitOrder                     (see ``wire.circuits``)
-    end of a circuit ↔ meeting point    JoinCircuit → CircuitJoined | Refuse; ends: CircuitPath
+    end of a circuit → meeting point    JoinCircuit → CircuitJoined | Refuse
 
 Other conversations have modules of their own: ``wire.job_messages`` (the seed and the workers of a job),
 ``wire.chain_messages`` (split models), ``wire.text_messages`` (text and speculation).
@@ -308,18 +308,15 @@ class EnrolGranted(Message, kind=6):
 
 
 CALLER, ANSWERER = "caller", "answerer"
-DIRECT, PUNCHED, REVERSED, RELAYED = "direct", "punched", "reversed", "relayed"
-WAYS = (DIRECT, PUNCHED, REVERSED, RELAYED)
-"""How a connection reaches the other end: this end dialled it, or one without NAT between; both dialled at once through
-their routers; the other end dialled this one; a third passes the bytes on."""
-MAX_END_ADDRESSES = 4
+WAYS = DIRECT, PUNCHED, REVERSED, RELAYED = "direct", "punched", "reversed", "relayed"
+"""How an end reached the other one: it dialled it; both dialled at once, and a router maps the other; the other
+dialled it; a third passes the bytes on."""
+MAX_END_ADDRESSES = 5
 CircuitId = Annotated[str, Bound(pattern="[0-9a-f]{64}")]
 Side = Annotated[str, Bound(one_of=(CALLER, ANSWERER))]
 
 
 class SocketAddress(Record):
-    """A host's number and a port."""
-
     host: Host
     port: Port
 
@@ -355,22 +352,14 @@ class Circuit(Record):
 
 
 class CircuitOffer(Message, kind=30):
-    """Seed to peer: join this circuit.
-
-    ``trial``: only find out by which way both ends can connect, then close (``CircuitNetwork.try_direct``).
-    """
+    """Seed to peer: join this circuit. ``trial``: only to find its way, then close it."""
 
     circuit: Circuit
     trial: bool = False
 
 
 class CircuitOrder(Message, kind=31):
-    """Seed to relay: connect the two ends that will name this circuit (``CircuitNetwork.expect_circuit``).
-
-    Attributes:
-        lives_s: time until which both must be there.
-        peers: ids of the two ends, whose circuits are counted.
-    """
+    """Seed to relay: connect the two ends, of these ``peers``, that name this circuit within ``lives_s``."""
 
     id: CircuitId
     lives_s: Annotated[float, Bound(0, 600)]
@@ -380,7 +369,10 @@ class CircuitOrder(Message, kind=31):
 class JoinCircuit(Message, kind=7):
     """End of a circuit to the meeting point: the first frame of its connection, never inside TLS.
 
-    ``addresses``: where else the other end may reach this end, if both try it.
+    Ends that try to connect directly also send it to each other: the answerer on each path that opens, the caller then
+    on the one that it chose, which may be the relay's.
+
+    ``addresses``: where else the other end may reach this end; empty if it does not try.
     """
 
     id: CircuitId
@@ -391,21 +383,7 @@ class JoinCircuit(Message, kind=7):
 class CircuitJoined(Message, kind=8):
     """Meeting point to both ends: both are there. What follows comes from the other end.
 
-    Attributes:
-        seen: the other end's address, as the meeting point sees it.
-        addresses: the other end's own.
+    ``addresses``: of the other end; first that which the meeting point sees, then its own.
     """
 
-    seen: SocketAddress
-    addresses: EndAddresses = field(default_factory=list)
-
-
-class CircuitPath(Message, kind=9):
-    """Between the ends of a circuit that try other paths, on such a path: this is the other end of the circuit.
-
-    The answerer sends it first on each path that opened. The caller sends it on the path that it chose, which may be
-    the relay's, with the ``way`` that this is.
-    """
-
-    id: CircuitId
-    way: Annotated[str, Bound(one_of=WAYS)] = DIRECT
+    addresses: Annotated[list[SocketAddress], Bound(1, MAX_END_ADDRESSES + 1)]

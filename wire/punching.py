@@ -12,11 +12,10 @@ import ipaddress
 import socket
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from functools import partial
 
 from p2ptrain.core.errors import P2PTrainError, Unreachable
 from wire.connection import Connection
-from wire.messages import ANSWERER, DIRECT, PUNCHED, RELAYED, Circuit, CircuitJoined, CircuitPath, SocketAddress
+from wire.messages import ANSWERER, CALLER, DIRECT, PUNCHED, RELAYED, Circuit, JoinCircuit, SocketAddress
 from wire.transport import Address, SocketListener, TcpNetwork
 
 TRY_S = 1.5
@@ -30,61 +29,54 @@ SOMEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 
 
 class DirectTries:
-    """The direct tries of one end of ``circuit``.
+    """The direct tries of one end of ``circuit``."""
 
-    Attributes:
-        ports: family → local port; the meeting point is dialled from it.
-    """
-
-    def __init__(self, network: TcpNetwork, circuit: Circuit) -> None:
-        self._network, self._circuit = network, circuit
+    def __init__(self, circuit: Circuit) -> None:
+        self._circuit, self._network = circuit, TcpNetwork()
         self._listeners: dict[int, SocketListener] = {}
         for family in SOMEWHERE:
             with suppress(OSError):  # this machine lacks the family
-                self._listeners[family] = network.share_port(family, lambda: Connection(self._confirm_soon))
-        self.ports = {family: listener.address[1] for family, listener in self._listeners.items()}
-        self._chosen: asyncio.Future[tuple[Connection, CircuitPath]] = asyncio.get_running_loop().create_future()
+                self._listeners[family] = self._network.share_port(family, lambda: Connection(self._confirm_soon))
+        self._own: list[SocketAddress] = []
+        self._chosen: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
         self._connections: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def dial_meeting(self, relay: Connection) -> None:
-        """Dial the meeting point. Raises ``Unreachable``."""
-        host, port = self._circuit.host, self._circuit.port
-        await self._network.connect(host, port, partial(_same, relay), timeout_s=DIAL_S, ports=self.ports)
+    async def dial_meeting(self, relay: Connection) -> list[SocketAddress]:
+        """Connect ``relay`` to the meeting point. Return where the other end may reach this one, if no NAT is between.
 
-    def own_addresses(self, relay: Connection) -> list[SocketAddress]:
-        """Where the other end may reach this one, if no NAT is between. ``relay``: connected to the meeting point."""
-        hosts = [relay.ends.local[0], *map(_source_host, self.ports)]
-        numbers = [ipaddress.ip_address(host) for host in dict.fromkeys(hosts) if host and "%" not in host]
-        return [
-            SocketAddress(str(number), self.ports[family])
-            for number in numbers
-            if (family := socket.AF_INET if number.version == 4 else socket.AF_INET6) in self.ports
-        ]
+        Raises ``Unreachable``.
+        """
+        await self._network.connect(self._circuit.host, self._circuit.port, lambda: relay, timeout_s=DIAL_S)
+        for host in dict.fromkeys([relay.ends.local[0], *map(_source_host, self._listeners)]):
+            with suppress(ValueError):  # the connection was reset
+                number = ipaddress.ip_address(host)
+                listener = self._listeners.get(socket.AF_INET if number.version == 4 else socket.AF_INET6)
+                if listener is not None and not number.is_link_local:
+                    self._own.append(SocketAddress(host, listener.address[1]))
+        return self._own
 
-    async def choose(self, joined: CircuitJoined, relay: Connection) -> tuple[Connection, str]:
+    async def choose(self, addresses: list[SocketAddress], relay: Connection) -> tuple[Connection, str]:
         """Return a connection to the other end, with its reading paused, and its way. Call ``close`` afterwards.
 
-        Args:
-            relay: the connection to the meeting point, on which the other end has joined.
+        ``addresses``: of the other end, as ``CircuitJoined`` has them.
         """
-        own = self.own_addresses(relay)
-        for address in dialable_untrusted([joined.seen, *joined.addresses], own):
+        for address in dialable_untrusted(addresses, self._own):
             self._start(self._dial(address))
         if self._circuit.side == ANSWERER:
             self._start(self._confirm(relay))
-            connection, path = await self._chosen
-            return connection, path.way
-        connection, way = relay, RELAYED
-        with suppress(TimeoutError):
-            async with asyncio.timeout(TRY_S):
-                connection, _ = await self._chosen
-                is_own = SocketAddress(*connection.ends.remote) in joined.addresses
-                way = DIRECT if is_own else PUNCHED
-        connection.pause_reading()
-        connection.send(CircuitPath(self._circuit.id, way))
-        await connection.flush(timeout_s=TRY_S)
-        return connection, way
+            connection = await self._chosen
+        else:
+            connection = relay
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TRY_S):
+                    connection = await self._chosen
+            connection.pause_reading()
+            connection.send(JoinCircuit(self._circuit.id, CALLER))
+            await connection.flush(timeout_s=TRY_S)
+        if connection is relay:
+            return connection, RELAYED
+        return connection, DIRECT if SocketAddress(*connection.ends.remote) in addresses[1:] else PUNCHED
 
     async def close(self) -> None:
         """End all tries, and the connections that were not detached."""
@@ -102,9 +94,8 @@ class DirectTries:
 
     async def _dial(self, address: Address) -> None:
         while not self._chosen.done():
-            connection = Connection(self._confirm_soon)
             try:
-                await self._network.connect(*address, partial(_same, connection), timeout_s=TRY_S, ports=self.ports)
+                await self._network.connect(*address, lambda: Connection(self._confirm_soon), timeout_s=TRY_S)
                 return
             except Unreachable:
                 await asyncio.sleep(RETRY_S)
@@ -120,11 +111,11 @@ class DirectTries:
         """Choose ``connection``, if the other end of this circuit is there: on the answerer, if it was chosen there."""
         with suppress(P2PTrainError):
             if self._circuit.side == ANSWERER and connection in self._connections:
-                connection.send(CircuitPath(self._circuit.id))
-            path = await connection.expect(CircuitPath, timeout_s=2 * TRY_S)
-            if path.id == self._circuit.id and not self._chosen.done():
+                connection.send(JoinCircuit(self._circuit.id, ANSWERER))
+            join = await connection.expect(JoinCircuit, timeout_s=2 * TRY_S)
+            if join.id == self._circuit.id and join.side != self._circuit.side and not self._chosen.done():
                 connection.pause_reading()
-                self._chosen.set_result((connection, path))
+                self._chosen.set_result(connection)
 
 
 def dialable_untrusted(addresses: Sequence[SocketAddress], own: Sequence[SocketAddress]) -> list[Address]:
@@ -141,10 +132,6 @@ def dialable_untrusted(addresses: Sequence[SocketAddress], own: Sequence[SocketA
             if usable and (is_here or not number.is_loopback) and address not in own:
                 found.append((str(number), address.port))
     return list(dict.fromkeys(found))
-
-
-def _same(connection: Connection) -> Connection:
-    return connection
 
 
 def _source_host(family: int) -> str:

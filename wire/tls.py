@@ -25,7 +25,6 @@ import ssl
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from typing import Any, cast
@@ -37,7 +36,7 @@ from wire.codec import encode
 from wire.credentials import Credentials
 from wire.frame import LENGTH_BYTES, encode_control
 from wire.messages import Hello, RefusalCode, Refuse
-from wire.transport import Address, FlowControl, HalfOpen, WriteData, bytes_view, no_answer
+from wire.transport import Address, FlowControl, HalfOpen, OpeningListener, WriteData, bytes_view, no_answer
 
 JOIN = "join with a ticket: p2ptrain ticket new, at the seed"
 JOIN_AGAIN = "join again with a fresh ticket: p2ptrain ticket new, at the seed"
@@ -526,22 +525,7 @@ class TlsNetwork(TlsDialler):
         """Accept on ``host:port``; call ``factory`` after each successful TLS handshake. Raises ``UserError``."""
         handshakes: set[_AcceptedTransport] = set()
         accept = partial(_AcceptedTransport, self, factory, handshakes, on_problem)
-        return _TlsListener(await self._network.listen(host, port, accept, on_problem), handshakes)
-
-
-@dataclass(frozen=True, slots=True)
-class _TlsListener:
-    listener: Listener
-    handshakes: set[_AcceptedTransport]
-
-    @property
-    def address(self) -> Address:
-        return self.listener.address
-
-    async def close(self) -> None:
-        await self.listener.close()
-        for transport in list(self.handshakes):
-            transport.abort()
+        return OpeningListener(await self._network.listen(host, port, accept, on_problem), handshakes)
 
 
 class _AcceptedTransport(TlsTransport):

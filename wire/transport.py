@@ -21,12 +21,11 @@ import socket
 import struct
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeAlias, cast
 
 from p2ptrain.core.errors import DeadlineExceeded, ResourceError, Unreachable, UserError
@@ -411,6 +410,23 @@ class SocketListener:
         self._loop.add_reader(self._sock.fileno(), self._acceptable)
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class OpeningListener:
+    """A listener, and its connections that are ``opening``, in a handshake, and end with it by their ``abort``."""
+
+    listener: Listener
+    opening: set[Any]
+
+    @property
+    def address(self) -> Address:
+        return self.listener.address
+
+    async def close(self) -> None:
+        await self.listener.close()
+        for connection in list(self.opening):
+            connection.abort()
+
+
 def tune_for_bulk(sock: socket.socket) -> None:
     """Set kernel buffers of ``BULK_BUFFER_BYTES`` each way: a full buffer stops the sender, an empty one the reader.
 
@@ -492,20 +508,10 @@ class TcpNetwork:
             "TCP_KEEPCNT": 3,
             "TCP_USER_TIMEOUT": round(user_timeout_s * 1000),
         }
+        self._ports: dict[int, int] = {}  # family → the port of share_port
 
-    async def connect(
-        self,
-        host: str,
-        port: int,
-        factory: ProtocolFactory,
-        *,
-        timeout_s: float,
-        ports: Mapping[int, int] = MappingProxyType({}),
-    ) -> None:
-        """Dial ``host:port``: try each address of the name, all within ``timeout_s``. Raises ``Unreachable``.
-
-        ``ports``: family → the local port of ``share_port`` to dial from.
-        """
+    async def connect(self, host: str, port: int, factory: ProtocolFactory, *, timeout_s: float) -> None:
+        """Dial ``host:port``: try each address of the name, all within ``timeout_s``. Raises ``Unreachable``."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         check_port(port, least=1)
@@ -520,7 +526,7 @@ class TcpNetwork:
             share_s = (deadline - loop.time()) / (len(places) - index)
             try:
                 async with asyncio.timeout(share_s):
-                    return await self._dial(family, address, factory, ports.get(family, 0))
+                    return await self._dial(family, address, factory)
             except OSError as error:  # TimeoutError is one
                 problem = error
         raise unreachable(host, port, problem, timeout_s) from problem
@@ -565,30 +571,35 @@ class TcpNetwork:
         return sock
 
     def share_port(self, family: int, factory: ProtocolFactory) -> SocketListener:
-        """Accept on a free port from which ``connect`` can dial, too. Raises ``OSError``; where ``can_share_ports``."""
-        sock = self._shared(family, 0)
+        """Accept on a free port. From then on ``connect`` dials addresses of ``family`` from it.
+
+        Raises ``OSError``. Call it where ``can_share_ports``.
+        """
+        self._ports[family] = 0
+        sock = self._socket(family)
+        self._ports[family] = sock.getsockname()[1]
         sock.listen(BACKLOG_SHARED)
         return SocketListener(asyncio.get_running_loop(), sock, factory, backlog=BACKLOG_SHARED)
 
-    def _shared(self, family: int, port: int) -> socket.socket:
+    def _socket(self, family: int) -> socket.socket:
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            if family == socket.AF_INET6:
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             self._tune(sock)
-            sock.bind(("", port))
+            if family in self._ports:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                if family == socket.AF_INET6:
+                    sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                sock.bind(("", self._ports[family]))
         except BaseException:
             sock.close()
             raise
         return sock
 
-    async def _dial(self, family: int, address: Any, factory: ProtocolFactory, port: int) -> None:
+    async def _dial(self, family: int, address: Any, factory: ProtocolFactory) -> None:
         loop = asyncio.get_running_loop()
-        sock = self._shared(family, port) if port else socket.socket(family, socket.SOCK_STREAM)
+        sock = self._socket(family)
         try:
-            self._tune(sock)
             await _connect(loop, sock, address)
             protocol = factory()
         except BaseException:

@@ -215,7 +215,7 @@ async def _visited(visit: ProbeContext) -> None:
     await asyncio.sleep(2)
     assert not server._handlers, "somebody is still served"
     await server.close()
-    for left in (meeting._meetings, meeting._relayed, meeting._joining):
+    for left in (meeting._meetings, meeting.relayed, meeting._joining):
         assert not left, "a circuit is left"
     assert all(isinstance(problem, P2PTrainError) for problem in problems)
     for half_open in (server._half_open, meeting.half_open, *([door.half_open] if visit.tls else [])):

@@ -12,9 +12,10 @@ from typing import Any
 from p2ptrain.core.errors import P2PTrainError, Unreachable
 from p2ptrain.core.world import Listener, Network, OnProblem, ProtocolFactory
 from tests.wire.doubles import HOST
-from wire.circuits import CircuitNetwork, RelayLimits, peer_host
+from wire.circuits import CircuitNetwork, peer_host
 from wire.handshake import serve
 from wire.messages import ANSWERER, CALLER, Circuit
+from wire.relay import RelayLimits
 from wire.transport import Address
 
 CALLING, ANSWERING = "a1", "b2"
@@ -25,12 +26,14 @@ class NamedListener:
     """A listener that is reached by circuits."""
 
     inner: Listener
+    open: set[Listener]
 
     @property
     def address(self) -> Address:
         return peer_host(ANSWERING), self.inner.address[1]
 
     async def close(self) -> None:
+        self.open.discard(self.inner)
         await self.inner.close()
 
 
@@ -69,6 +72,7 @@ class ThreePeers:
         self._reversed = reversed_
         self._host = ("a1" if reversed_ else "relay") if callable(inner) else HOST
         self._meeting: Any = None
+        self._open: set[Listener] = set()
         self._ids = itertools.count(1)
         self._accepting: set[asyncio.Task[None]] = set()
 
@@ -78,7 +82,9 @@ class ThreePeers:
     async def listen(
         self, host: str, port: int, factory: ProtocolFactory, on_problem: OnProblem | None = None
     ) -> Listener:
-        return NamedListener(await self.answerer.listen(host, port, factory, on_problem))
+        listener = await self.answerer.listen(host, port, factory, on_problem)
+        self._open.add(listener)
+        return NamedListener(listener, self._open)
 
     async def meeting_address(self) -> Address:
         """Where the meeting point listens, as a peer does."""
@@ -95,7 +101,7 @@ class ThreePeers:
 
     async def _request(self, peer_id: str) -> Circuit:
         assert peer_id == ANSWERING
-        if not self.answerer._listening:
+        if not self._open:
             raise Unreachable("connection refused", remedy="is p2ptrain running there?")
         host, port = await self.meeting_address()
         name = "" if self._reversed else "relay"

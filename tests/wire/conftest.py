@@ -16,9 +16,10 @@ from tests.wire import doubles
 from tests.wire.circuit_doubles import ThreePeers
 from tests.wire.doubles import run
 from wire import transport
-from wire.circuits import RelayLimits
+from wire.circuits import CircuitNetwork
 from wire.credentials import Credentials
 from wire.emulate import EmulatedNetwork, LinkPreset
+from wire.relay import RelayLimits
 from wire.tls import TlsNetwork
 from wire.transport import TcpNetwork
 
@@ -65,15 +66,21 @@ STAGES: dict[str, tuple[Callable[[], asyncio.AbstractEventLoop], Callable[[], Ne
     "tls-memory": (VirtualClockLoop, lambda: TwoPeers(MemoryNetwork())),
     "memory": (VirtualClockLoop, MemoryNetwork),
     "emulated": (VirtualClockLoop, lambda: EmulatedNetwork(MemoryNetwork(), FAR, 1)),
-    "relayed-memory": (VirtualClockLoop, lambda: ThreePeers(MemoryNetwork().at)),
-    "tls-relayed-uvloop": (uvloop.new_event_loop, lambda: TwoPeers(ThreePeers(TcpNetwork()))),
 }
 MORE_STAGES = {
+    "relayed-memory": (VirtualClockLoop, lambda: ThreePeers(MemoryNetwork().at)),
+    "tls-relayed-uvloop": (uvloop.new_event_loop, lambda: TwoPeers(ThreePeers(TcpNetwork()))),
     "relayed-asyncio": (asyncio.new_event_loop, lambda: ThreePeers(TcpNetwork())),
     "relayed-emulated": (VirtualClockLoop, lambda: ThreePeers(EmulatedNetwork(MemoryNetwork(), QUICK, 1))),
     "relayed-limited": (VirtualClockLoop, lambda: ThreePeers(MemoryNetwork().at, limits=RelayLimits(1e7))),
     "tls-relayed-memory": (VirtualClockLoop, lambda: TwoPeers(ThreePeers(MemoryNetwork().at))),
     "reversed-memory": (VirtualClockLoop, lambda: ThreePeers(MemoryNetwork().at, reversed_=True)),
+    "punched-uvloop": (uvloop.new_event_loop, lambda: ThreePeers(TcpNetwork(), tries_direct=True)),
+    "tls-punched-asyncio": (
+        asyncio.new_event_loop,
+        lambda: TwoPeers(ThreePeers(TcpNetwork(), tries_direct=True)),
+    ),
+    "tls-ordinary-uvloop": (uvloop.new_event_loop, lambda: TwoPeers(CircuitNetwork(TcpNetwork()))),
     "tls-reversed-asyncio": (asyncio.new_event_loop, lambda: TwoPeers(ThreePeers(TcpNetwork(), reversed_=True))),
     "tls-emulated": (VirtualClockLoop, lambda: TwoPeers(EmulatedNetwork(MemoryNetwork(), ROUGH, 1))),
     "emulated-tls-uvloop": (uvloop.new_event_loop, lambda: EmulatedNetwork(TwoPeers(TcpNetwork()), QUICK, 1)),
