@@ -43,10 +43,11 @@ from wire.frame import LENGTH_BYTES
 from wire.messages import ANSWERER, RELAYED, REVERSED, Circuit, CircuitJoined, JoinCircuit, RefusalCode
 from wire.punching import DirectTries
 from wire.relay import RelayedCircuit, RelayLimits, RelayPace, remote_of, side_taken
-from wire.transport import HalfOpen, OpeningListener, TcpNetwork, can_share_ports, check_port, unreachable
+from wire.transport import HalfOpen, OpeningListener, TcpNetwork, can_share_ports, check_port
 
-JOIN_S = 5.0
-"""From dialling a meeting point until both ends are there, and from accepting a connection to its first bytes."""
+JOIN_S = 4.0
+"""From dialling a meeting point until both ends are there, and from accepting a connection to its first bytes. Less
+than ``wire.handshake`` waits for a connection, so that the error says who did not come."""
 ORDER_S = 3.0
 """How long an end waits at a meeting point that has not heard of its circuit: the seed's order may come later."""
 MAX_EXPECTED = 1024
@@ -104,8 +105,9 @@ class CircuitNetwork:
             async with asyncio.timeout(timeout_s):
                 circuit = await self.request(peer_id)
                 transport, way = await self._join(circuit)
-        except TimeoutError as error:
-            raise unreachable(host, port, error, timeout_s) from error
+        except TimeoutError:
+            text = f"cannot reach {format_address(host, port)}: no circuit within {timeout_s:.3g} s"
+            raise Unreachable(text, remedy="is the other peer still connected to the seed?") from None
         except (PeerError, NetworkError) as error:
             text = f"cannot reach {format_address(host, port)}: {error.message}"
             raise Unreachable(text, remedy=error.remedy) from error

@@ -100,12 +100,9 @@ class Machine:
         threading.Thread(target=work, name=self.name, daemon=True).start()
         return result
 
-    def limit(self, mbit: float, *, delay_ms: float = 0.0) -> None:
+    def limit(self, mbit: float) -> None:
         """Limit what it sends; packets wait up to 100 ms."""
-        if delay_ms:
-            self.do(f"tc qdisc add dev eth0 root handle 1: netem delay {delay_ms}ms limit 10000")
-        parent = "parent 1:1 handle 2:" if delay_ms else "root"
-        self.do(f"tc qdisc add dev eth0 {parent} tbf rate {mbit}mbit burst 64kb latency 100ms")
+        self.do(f"tc qdisc add dev eth0 root tbf rate {mbit}mbit burst 64kb latency 100ms")
 
 
 class Internet:

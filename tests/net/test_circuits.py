@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -29,7 +29,16 @@ def net(namespaces: None) -> Iterator[Internet]:
 class Meeting:
     """Two ends and a relay, each on a machine of its own; an end calls, the other answers, and both echo."""
 
-    def __init__(self, caller: Machine, answerer: Machine, relay: Machine, *, ipv6: bool = False) -> None:
+    def __init__(
+        self,
+        caller: Machine,
+        answerer: Machine,
+        relay: Machine,
+        *,
+        ipv6: bool = False,
+        exchange: Callable[[Recorder], Awaitable[str]] | None = None,
+    ) -> None:
+        self._exchange = exchange or _echo
         self._caller, self._answerer, self._relay = caller, answerer, relay
         self._place = relay.address6 if ipv6 else relay.address
         self._done = threading.Event()
@@ -42,7 +51,7 @@ class Meeting:
         answering = self._answerer.run(self._answer)
         calling = self._caller.run(self._call)
         try:
-            return calling.result(20), answering.result(20)
+            return calling.result(60), answering.result(60)
         finally:
             self._done.set()
             relaying.result(20)
@@ -55,7 +64,7 @@ class Meeting:
         listener = await network.listen(every_interface(), PORT, Recorder)
         network.expect_circuit("ab" * 32, 10.0, ("a1", "b2"))
         self._relay_ready.set()
-        await asyncio.to_thread(self._done.wait, 30)
+        await asyncio.to_thread(self._done.wait, 60)
         await listener.close()
         await network.close()
 
@@ -68,7 +77,7 @@ class Meeting:
 
         network.request = request
         await network.connect(peer_host("b2"), PORT, lambda: end, timeout_s=10)
-        return await _exchange(end)
+        return await self._exchange(end)
 
     async def _answer(self) -> str:
         await asyncio.to_thread(self._relay_ready.wait, 10)
@@ -78,10 +87,10 @@ class Meeting:
             stack.push_async_callback(listener.close)
             self._answerer_ready.set()
             await network.accept(self._circuit(ANSWERER))
-            return await _exchange(end)
+            return await self._exchange(end)
 
 
-async def _exchange(end: Recorder) -> str:
+async def _echo(end: Recorder) -> str:
     text = b"0123456789" * 20_000
     end.transport.write(text)
     assert await end.until_received(len(text)) == text

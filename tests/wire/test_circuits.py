@@ -14,16 +14,16 @@ from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, Refused, Unrea
 from p2ptrain.core.world import Network
 from p2ptrain.lab.memory import MemoryNetwork
 from tests.wire.circuit_doubles import ThreePeers
-from tests.wire.doubles import Owner, Recorder, connected, credentials, in_memory, on_virtual_time
+from tests.wire.doubles import HOST, Owner, Recorder, connected, credentials, in_memory, on_virtual_time, play
 from wire.circuits import JOIN_S, ORDER_S, CircuitNetwork, peer_host, peer_of_host
 from wire.codec import encode
 from wire.connection import Connection
 from wire.frame import encode_control
-from wire.handshake import dial, local_hello
-from wire.messages import ANSWERER, CALLER, Circuit, CircuitJoined, JoinCircuit, Message, SocketAddress
+from wire.handshake import HANDSHAKE_TIMEOUT_S, dial, local_hello
+from wire.messages import ANSWERER, CALLER, DIRECT, RELAYED, Circuit, CircuitJoined, JoinCircuit, Message, SocketAddress
 from wire.relay import RelayLimits
 from wire.tls import TlsNetwork
-from wire.transport import MAX_HALF_OPEN_PER_MACHINE
+from wire.transport import MAX_HALF_OPEN_PER_MACHINE, TcpNetwork
 
 ID, OTHER_ID = "ab" * 32, "cd" * 32
 
@@ -163,7 +163,7 @@ async def test_half_a_preamble_keeps_its_place_for_a_few_seconds_only(network: N
         began = now()
         for end in half:
             await end.until_lost()
-        assert now() - began < 2 * JOIN_S
+        assert now() - began < JOIN_S + HANDSHAKE_TIMEOUT_S + 1
         assert not relay.circuits.half_open._by_machine
 
 
@@ -232,7 +232,7 @@ async def test_an_end_that_never_comes_is_given_up_by_a_caller_that_is_the_meeti
 
         caller.circuits.request = request
         began = now()
-        with pytest.raises(Unreachable, match="did not dial this one within 5 s"):
+        with pytest.raises(Unreachable, match="did not dial this one within 4 s"):
             await caller.circuits.connect(peer_host("b2"), 1, Recorder, timeout_s=60)
         assert now() - began == pytest.approx(JOIN_S)
 
@@ -274,7 +274,7 @@ JOINED = frame(CircuitJoined([SocketAddress("b2", 7)]))
 @pytest.mark.parametrize(
     ("says", "kind", "message"),
     [
-        (lambda reads: b"", Unreachable, "no answer within 5 s|did not come to relay within 5 s"),
+        (lambda reads: b"", Unreachable, "b2.peer:7: the other end did not come to relay within 4 s"),
         (lambda reads: b"\xff" * 64, Unreachable, None),
         (lambda reads: frame(JoinCircuit(ID, CALLER)), Unreachable, None),
         (lambda reads: JOINED if not reads else b"", DeadlineExceeded, "b2.peer:7 accepted the connection"),
@@ -330,6 +330,52 @@ async def test_a_relay_cannot_answer_in_the_other_ends_place() -> None:
         await asyncio.gather(*tasks)
         assert not own.hellos
     await liar.close()
+
+
+# --------------------------------------------------------------------------------------------------------- direct tries
+
+
+@pytest.mark.parametrize(
+    "words", [b"", b"\xff" * 64, frame(JoinCircuit(OTHER_ID, ANSWERER))], ids=["silent", "garbage", "another circuit"]
+)
+def test_a_stranger_at_the_other_ends_address_is_not_taken_for_it(words: bytes) -> None:
+    async def scene() -> None:
+        network = TcpNetwork()
+
+        class Stranger(Recorder):
+            def connection_made(self, transport: Any) -> None:
+                super().connection_made(transport)
+                transport.write(words)
+
+        listener = await network.listen(HOST, 0, Stranger)
+        async with relaying(network) as relay:
+            relay.circuits.expect_circuit(ID, 5.0)
+            answerer = Connection()
+            await network.connect(*relay.address, lambda: answerer, timeout_s=5)
+            answerer.send(JoinCircuit(ID, ANSWERER, [SocketAddress(*listener.address)]))
+            caller = CircuitNetwork(network)
+            circuit = Circuit(ID, "a1", "b2", CALLER, *relay.address, "relay", tries_direct=True)
+            trying = asyncio.ensure_future(caller.try_direct(circuit))
+            await joined(answerer)
+            assert (await answerer.expect(JoinCircuit, timeout_s=5)).side == CALLER
+            assert await trying == RELAYED
+            await answerer.closed.wait()
+        await listener.close()
+
+    play(scene())
+
+
+def test_a_trial_finds_the_way_and_leaves_nothing() -> None:
+    async def scene() -> None:
+        network = TcpNetwork()
+        async with relaying(network) as relay:
+            relay.circuits.expect_circuit(ID, 5.0)
+            circuit = Circuit(ID, "a1", "b2", CALLER, *relay.address, "relay", tries_direct=True)
+            answering = dataclasses.replace(circuit, side=ANSWERER)
+            ways = await asyncio.gather(*(CircuitNetwork(network).try_direct(end) for end in (circuit, answering)))
+            assert ways == [DIRECT, DIRECT]  # both ends are on this machine
+
+    play(scene())
 
 
 # -------------------------------------------------------------------------------------------------- a relay's bandwidth
