@@ -1,4 +1,4 @@
-"""What a person needs to reach a seed: addresses and tickets.
+"""What a person needs to reach a seed: addresses, tickets and codes.
 
 A ticket is an address with the hash of a run's CA and a secret::
 
@@ -140,6 +140,8 @@ SECRET_BYTES = 16
 PIN_BYTES = 32
 NONCE_BYTES = 32
 
+CODE_DIGITS = 6
+
 _VERSION = 1
 _CHECKSUM_BYTES = 2
 _BODY_BYTES = 1 + ID_BYTES + SECRET_BYTES + PIN_BYTES
@@ -216,6 +218,15 @@ class Ticket:
             secret=body[secret_at : secret_at + SECRET_BYTES],
             pin=body[secret_at + SECRET_BYTES :],
         )
+
+
+def read_code(text: str) -> str:
+    """The digits of a code, without the spaces and hyphens of a person. Raises ``UserError``."""
+    digits = re.sub(r"[\s-]", "", text)
+    if not re.fullmatch(rf"[0-9]{{{CODE_DIGITS}}}", digits):
+        text = f"a code has {CODE_DIGITS} digits"
+        raise UserError(text, remedy="on the seed's machine `p2ptrain ticket code` shows one")
+    return digits
 
 
 def local_ticket_path(state_dir: Path, role: str) -> Path:

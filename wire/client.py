@@ -135,6 +135,10 @@ class SeedRequests(ABC):
     async def cluster(self) -> ClusterInfo:
         return ClusterInfo.from_map_untrusted(await self._value("cluster.info", "cluster"))
 
+    async def watch_link(self) -> str:
+        """The link that opens the seed's web page, with the key of those who only look."""
+        return str(_checked(await self.request("cluster.watch_link"), "link", str))
+
     async def peers(self) -> list[PeerInfo]:
         return await self._records(PeerInfo, "peers.list", "peers")
 
@@ -247,6 +251,11 @@ class SeedRequests(ABC):
         """Create a ticket. Return it and its text, which is secret. ``host``: empty for the seed's own."""
         optional = {name: value for name, value in (("uses", uses), ("host", host)) if value}
         return _ticket(await self.request("tickets.new", {"role": role, "expires_s": expires_s, **optional}))
+
+    async def new_code(self, role: str) -> tuple[str, float]:
+        """Open a code with which one peer can join. Return its digits, and its end in Unix seconds."""
+        result = await self.request("tickets.code", {"role": role})
+        return str(_checked(result, "code", str)), float(_checked(result, "expires_at", float))
 
     async def rotate_tickets(self) -> tuple[TicketInfo, str]:
         """Replace all tickets. Return a new one and its text."""

@@ -1,4 +1,4 @@
-"""How a newcomer with a ticket gets a certificate, and how a member renews it.
+"""How a newcomer gets a certificate with a ticket, or a ticket with a code; and how a member renews a certificate.
 
 ::
 
@@ -13,6 +13,14 @@
 
 The newcomer sends nothing secret before it knows the CA, and never sends the ticket's secret. The proof covers the
 request, so a relay cannot have another key signed. It covers the nonce, so it is valid once.
+
+A newcomer that has a code of six digits instead (``wire.join_code``) cannot compare the CA before it is under way. It
+takes the CA that is offered, verifies the second connection under it, and makes its hash a part of the key::
+
+      CodeShare ────────────────────────────────────▶  a code is open
+      ◀──────────────────────────────────── CodeShare
+      CodeProof ────────────────────────────────────▶  right or wrong, the code is spent
+      ◀─────────────────────────── CodeProof | Refuse  both know a ticket for one use
 """
 
 from __future__ import annotations
@@ -22,14 +30,14 @@ import base64
 import binascii
 import hashlib
 import hmac
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from ssl import SSLContext
 from typing import Any
 
 from p2ptrain.core.disk import Disk
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, Refused
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NetworkError, PeerError, ProtocolError, Refused
 from p2ptrain.core.world import Clock, Network
 from wire.address import Ticket, format_address, proof
 from wire.connection import Connection
@@ -44,9 +52,17 @@ from wire.credentials import (
     unverified_context,
 )
 from wire.handshake import ENROL, dial, local_hello
-from wire.messages import EnrolGranted, EnrolOffer, EnrolRequest, RefusalCode, Refuse
+from wire.messages import (
+    CodeProof,
+    CodeShare,
+    EnrolGranted,
+    EnrolOffer,
+    EnrolRequest,
+    RefusalCode,
+    Refuse,
+)
 from wire.tls import TlsDialler, TlsNetwork
-from wire.transport import no_answer
+from wire.transport import Address, no_answer
 
 RENEW = "credentials.renew"
 """Method of a member's ``Request``: {"csr": base64} → {"certificate": base64}, both DER."""
@@ -69,30 +85,17 @@ async def enrol(
         Unreachable, ConnectionLost, DeadlineExceeded, ProtocolError: no correct seed answers there.
         StorageError: the credentials cannot be saved.
     """
-    now = asyncio.get_running_loop().time
-    deadline = now() + timeout_s
-
-    def left_s() -> float:
-        return max(0.0, deadline - now())
-
-    try:
-        ca_der = await _fetch_ca(network, ticket, peer_id, left_s)
-        key_pem, csr_der = new_key_and_request(peer_id)
-        connection = await _call(network, ticket, peer_id, left_s(), authority_context(pem_of(ca_der)), "seed")
-        try:
-            nonce = (await connection.expect(EnrolOffer, timeout_s=left_s())).nonce
-            connection.send(EnrolRequest(ticket.id, csr_der, proof(ticket.secret, nonce, csr_der)))
-            certificate_der = (await connection.expect(EnrolGranted, timeout_s=left_s())).certificate_der
-        finally:
-            await connection.close()
-    except DeadlineExceeded:  # of an accepted connection: else it is ``Unreachable``
-        raise no_answer(ticket.host, ticket.port, timeout_s) from None
+    key_pem, csr_der = new_key_and_request(peer_id)
+    place = ticket.host, ticket.port
+    async with verified_seed(network, place, ticket.role, peer_id, timeout_s, ticket.pin) as (seed, offer, left_s):
+        seed.send(EnrolRequest(ticket.id, csr_der, proof(ticket.secret, offer.nonce, csr_der)))
+        certificate_der = (await seed.expect(EnrolGranted, timeout_s=left_s())).certificate_der
     granted = granted_untrusted(
         certificate_der,
         peer_id=peer_id,
         roles=(ticket.role,),
         key_pem=key_pem,
-        ca_pem=pem_of(ca_der),
+        ca_pem=pem_of(offer.ca_der),
         directory=directory,
     )
     granted.save(disk)  # may block: a newcomer sends no heartbeats yet
@@ -106,31 +109,75 @@ def _certificate_untrusted(result: dict[str, Any]) -> bytes:
         raise ProtocolError("the seed answered a renewal without a certificate") from error
 
 
-async def _call(
-    network: Network, ticket: Ticket, peer_id: str, timeout_s: float, context: SSLContext, role: str
-) -> Connection:
-    hello = local_hello(peer_id=peer_id, name=peer_id, roles=[ticket.role], purpose=ENROL)
-    dialler = TlsDialler(network, context)
-    return (await dial(dialler, ticket.host, ticket.port, hello, timeout_s=timeout_s, expect_role=role))[0]
+async def ticket_for_code(
+    network: Network, place: Address, code: str, *, role: str, peer_id: str, timeout_s: float
+) -> Ticket:
+    """Get a ticket for one peer with the code that the seed at ``place`` shows. Raises as ``enrol``.
 
+    Once the proof is sent, every failure is ``CODE_WRONG``: the code is spent, and a stranger in the seed's place must
+    not get another guess at it from a newcomer that tries again.
+    """
+    from wire.join_code import CodeAgreement  # 30 ms, for which those who have a ticket need not wait
 
-async def _fetch_ca(network: Network, ticket: Ticket, peer_id: str, left_s: Callable[[], float]) -> bytes:
-    """Fetch the run's CA (DER) and compare it with the ticket's pin. Raises as ``enrol``."""
-    connection = await _call(network, ticket, peer_id, left_s(), unverified_context(), "")
+    spent = False
     try:
-        ca_der = (await connection.expect(EnrolOffer, timeout_s=left_s())).ca_der
-        if hmac.compare_digest(hashlib.sha256(ca_der).digest(), ticket.pin):
-            certificate_of_untrusted(ca_der)
-            return ca_der
-        with suppress(ConnectionLost):
-            text = "the offered CA does not match the ticket's pin"
-            connection.send(Refuse(RefusalCode.WRONG_PIN, text))
-    finally:
-        await connection.close()
-    seed = format_address(ticket.host, ticket.port)
-    text = f"{seed} is not the seed that made this ticket: its CA does not match the ticket's pin"
-    remedy = "if the seed was set up anew, get a new ticket; else the connection may be intercepted: stop here"
-    raise Refused(RefusalCode.WRONG_PIN, text, remedy=remedy)
+        async with verified_seed(network, place, role, peer_id, timeout_s) as (seed, offer, left_s):
+            pin = hashlib.sha256(offer.ca_der).digest()
+            agreement = CodeAgreement(code, pin, newcomer=True)
+            seed.send(CodeShare(agreement.share))
+            agreement.finish_untrusted((await seed.expect(CodeShare, timeout_s=left_s())).share)
+            seed.send(CodeProof(agreement.newcomer_proof))
+            spent = True
+            answer = await seed.expect(CodeProof, timeout_s=left_s())
+            if not hmac.compare_digest(answer.proof, agreement.seed_proof):
+                raise ProtocolError("it does not know the code itself")
+    except (NetworkError, PeerError) as error:
+        if not spent:
+            raise
+        text = f"{format_address(*place)} gave no ticket for the code: {error.message}"
+        remedy = "make a new code; if it was typed correctly, another machine may intercept the connection"
+        raise Refused(RefusalCode.CODE_WRONG, text, remedy=remedy) from error
+    return Ticket(*place, role, agreement.ticket_id, agreement.secret, pin)
+
+
+@asynccontextmanager
+async def verified_seed(
+    network: Network, place: Address, role: str, peer_id: str, timeout_s: float, pin: bytes = b""
+) -> AsyncIterator[tuple[Connection, EnrolOffer, Callable[[], float]]]:
+    """A connection to a seed, verified under the CA that it offers; its offer; and the seconds that are left.
+
+    ``pin``: the ticket's, which the CA must match; empty: any CA. Raises as ``enrol``, also for the block.
+    """
+    now = asyncio.get_running_loop().time
+    deadline = now() + timeout_s
+
+    def left_s() -> float:
+        return max(0.0, deadline - now())
+
+    hello = local_hello(peer_id=peer_id, name=peer_id, roles=[role], purpose=ENROL)
+    try:
+        connection, _ = await dial(TlsDialler(network, unverified_context()), *place, hello, timeout_s=left_s())
+        try:
+            ca_der = (await connection.expect(EnrolOffer, timeout_s=left_s())).ca_der
+            if pin and not hmac.compare_digest(hashlib.sha256(ca_der).digest(), pin):
+                with suppress(ConnectionLost):
+                    text = "the offered CA does not match the ticket's pin"
+                    connection.send(Refuse(RefusalCode.WRONG_PIN, text))
+                text = f"{format_address(*place)} is not the seed that made this ticket: it has another authority"
+                remedy = "if the seed was set up anew, get a new ticket; else the connection may be intercepted: stop"
+                raise Refused(RefusalCode.WRONG_PIN, text, remedy=remedy)
+        finally:
+            await connection.close()
+        certificate_of_untrusted(ca_der)
+        dialler = TlsDialler(network, authority_context(pem_of(ca_der)))
+        connection, _ = await dial(dialler, *place, hello, timeout_s=left_s(), expect_role="seed")
+        try:
+            offer = await connection.expect(EnrolOffer, timeout_s=left_s())
+            yield connection, replace(offer, ca_der=ca_der), left_s
+        finally:
+            await connection.close()
+    except DeadlineExceeded:  # of an accepted connection: else it is ``Unreachable``
+        raise no_answer(*place, timeout_s) from None
 
 
 # -------------------------------------------------------------------------------------------------------------- renewal

@@ -7,7 +7,7 @@ Messages are frozen dataclasses. ``PROTOCOL_VERSION`` is the version of all of t
     operator ↔ seed    Request ↔ Response; after ``subscribe``: seed → operator Update
     seed   → peer      Request → Response                             (verify or delete a checkpoint, measure links)
     peer   ↔ peer      KeepAlive on long-lived connections that are idle
-    newcomer ↔ seed    EnrolOffer, EnrolRequest, EnrolGranted         (see ``wire.enrol``)
+    newcomer ↔ seed    EnrolOffer, EnrolRequest, EnrolGranted; CodeShare, CodeProof   (see ``wire.enrol``)
     seed   → peer      CircuitOffer, CircuitOrder                     (see ``wire.circuits``)
     end of a circuit → meeting point    JoinCircuit → CircuitJoined | Refuse
 
@@ -139,6 +139,8 @@ class RefusalCode(StrEnum):
     TICKET_EXPIRED = "ticket-expired"
     TICKET_USED = "ticket-used"
     BAD_PROOF = "bad-proof"
+    CODE_UNKNOWN = "code-unknown"
+    CODE_WRONG = "code-wrong"
     EVICTED = "evicted"
     CERTIFICATE_NOT_YET_VALID = "certificate-not-yet-valid"
     CERTIFICATE_EXPIRED = "certificate-expired"
@@ -302,6 +304,19 @@ class EnrolGranted(Message, kind=6):
     """Seed to newcomer: the certificate in DER. The connection ends; the newcomer connects again with it."""
 
     certificate_der: bytes
+
+
+class CodeShare(Message, kind=10):
+    """Newcomer to seed, in place of an ``EnrolRequest``, and back: a share of SPAKE2 (``wire.join_code``)."""
+
+    share: Annotated[bytes, Bound(33, 33)]
+
+
+class CodeProof(Message, kind=11):
+    """Newcomer to seed, and back: it has made the same key. The connection ends; the newcomer enrols with the ticket
+    that both know now. The seed takes one proof for each code."""
+
+    proof: Annotated[bytes, Bound(32, 32)]
 
 
 # ------------------------------------------------------------------------------------------------------------- circuits

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import typer
 
 from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.join_options import JoinOptions
@@ -37,7 +42,8 @@ def join(options: JoinOptions) -> None:
     request names one.
     Drafters guess its next tokens with a small model, so that it writes faster; its text stays the same.
 
-    On the seed's machine no ticket is needed. On another machine give the seed's ticket; later its address is enough.
+    On the seed's machine no ticket is needed. On another one give the seed's ticket, or only its address, and type the
+    six digits that `p2ptrain ticket code` shows there; on the same network not even that. Later its address is enough.
 
     \b
     Examples:
@@ -63,13 +69,31 @@ def join(options: JoinOptions) -> None:
     if options.role != "worker":
         from p2ptrain.cli.serving import join_to_serve
 
-        run(join_to_serve(options))
+        _run(join_to_serve, options)
         return
     island = island_options(options.devices, options.device, options.threads)
     if island is not None and not island.place.leads:
         run(follow(island, with_parent=options.with_parent))
         return
-    run(_work(options, island), children=island is not None)
+    _run(partial(_work, island=island), options, children=island is not None)
+
+
+def _run(
+    member: Callable[[JoinOptions], Coroutine[Any, Any, None]], options: JoinOptions, *, children: bool = False
+) -> None:
+    """Run ``member``. If the seed needs a code, ask the person at this terminal for it, and run ``member`` again."""
+    from p2ptrain.cluster.access import CodeNeeded
+    from wire.address import format_address, read_code
+
+    try:
+        run(member(options), children=children)
+    except CodeNeeded as needed:
+        if not sys.stdin.isatty():
+            raise
+        seed, role = format_address(*needed.place), "" if options.role == "worker" else f" --role {options.role}"
+        typer.echo(f"{seed} does not know this machine: run `p2ptrain ticket code{role}` there", err=True)
+        options = replace(options, address=seed, code=read_code(typer.prompt("The six digits", err=True)))
+        run(member(options), children=children)
 
 
 async def _work(options: JoinOptions, island: IslandOptions | None) -> None:

@@ -44,6 +44,10 @@ class JoinOptions:
 
     address: SeedArgument = ""
     also: list[str] = option_field("--also SEED", "Another address where the seed may be, if it is restored there.", [])
+    code: str = option_field(
+        "--code DIGITS", "The six digits that `p2ptrain ticket code` shows at the seed; default: asks if necessary.", ""
+    )
+    no_discovery: bool = option_field("--no-discovery", "Do not look for a seed on this network.", False)
     role: str = option_field(
         "--role ROLE", "worker: trains, and holds parts; verifier: writes text; drafter: drafts it.", "worker"
     )
@@ -148,9 +152,11 @@ class JoinOptions:
     def resolve(self) -> JoinOptions:
         """The options with the directory of the model, after all checks. Raises ``UserError``."""
         from configs.schema import DEVICE_KIND
+        from wire.address import read_code
 
         role = self.role
         check_one_of("--role", role, ROLES)
+        code = read_code(self.code) if self.code else ""
         if self.devices and role != "worker":
             raise UserError(f"--devices is not for a {role}", remedy="leave it out; --device chooses its device")
         if self.device and not re.fullmatch(DEVICE_KIND, self.device):
@@ -168,7 +174,7 @@ class JoinOptions:
             role_for = "verifier" if extra in of_verifiers else "drafter, or verifier"
             raise UserError(f"{extra} is not for a {role}", remedy=f"add --role {role_for}, or leave it out")
         if role == "worker":
-            return self
+            return replace(self, code=code)
         device, memory_bytes, threads = self.device, self.memory_bytes, self.threads
         of_workers = {"--device": bool(device), "--memory": bool(memory_bytes), "--threads": bool(threads)}
         extra = next((option for option, is_set in of_workers.items() if is_set), None)
@@ -194,4 +200,4 @@ class JoinOptions:
             [str(newest_in(Path(path), download=self.download)) for path in paths]
             for paths in (self.models, self.adapters)
         )
-        return replace(self, models=models, adapters=adapters)
+        return replace(self, code=code, models=models, adapters=adapters)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from p2ptrain.cluster.access import MENDED_BY_A_TICKET, Access, Caller, place_of, reach_one, usual_host
 from p2ptrain.cluster.console import Console, stoppable, unless_stopped
+from p2ptrain.cluster.discovery import discover
 from p2ptrain.cluster.running import default_state_dir
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError, Refused
@@ -64,10 +65,14 @@ async def run_member(options: JoinOptions, make: Callable[[JoinContext], MemberR
         P2PTrainError: there is no seed in time, no slot or no ticket, or what ran raised it.
     """
     console, stop = stoppable(with_parent=options.with_parent)
+    if not options.no_discovery:
+        place = await unless_stopped(stop, discover(options.address, console))
+        options = options if place is None else replace(options, address=format_address(*place))
     base, role, targets = _network(options.link), options.role, options.targets
     identity = claim(RealDisk(), options.root, role=role, name=options.name, slot=options.slot)
     places = [place_of(target) for target in targets]
-    caller = Caller(role, identity.directory / "credentials", [options.root, default_state_dir()], identity.peer_id)
+    states = [options.root, default_state_dir()]
+    caller = Caller(role, identity.directory / "credentials", states, identity.peer_id, options.code)
     listen_host, afresh = options.host, False
     clock = LoopClock()
     began = clock.now()

@@ -32,7 +32,7 @@ from p2ptrain.cluster.console import Console, stoppable, unless_stopped
 from p2ptrain.cluster.jobs import create_job
 from p2ptrain.cluster.running import announce_seed, default_state_dir
 from p2ptrain.core.errors import UserError
-from wire.address import DEFAULT_PORT, EVERYWHERE, Ticket, dialable_host, format_address, is_loopback
+from wire.address import DEFAULT_PORT, EVERYWHERE, Ticket, dialable_host, format_address, is_loopback, parse_address
 from wire.records import FINISHED_STATES
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class SeedOptions:
         "--backup DIR", "Directory for a copy of the seed's data, on another disk.", None
     )
     restore: Path | None = option_field("--restore DIR", "Directory with the copy of a lost seed to start from.", None)
+    no_discovery: bool = option_field("--no-discovery", "Do not let `p2ptrain join` find it on the network.", False)
     http: str = option_field("--http HOST:PORT", "Address of the web page and the HTTP API; default: none.", "")
     http_cert: Path | None = option_field(
         "--http-cert FILE", "With --http: a certificate (PEM); default: its own.", None
@@ -141,6 +142,7 @@ def _restore(directory: Path, root: Path, *, encrypted: bool) -> bool:
 
 
 async def _serve(options: SeedOptions, first_job: Profile | None, *, encrypted: bool) -> None:
+    from p2ptrain.cluster.discovery import announce
     from p2ptrain.core.world import real_world
     from roles.seed.run import serving_seed
     from wire.transport import TcpNetwork
@@ -169,6 +171,10 @@ async def _serve(options: SeedOptions, first_job: Profile | None, *, encrypted: 
         _print_ready(console, bound, port, root, listening.ticket, shown, as_json=options.as_json)
         if listening.ticket is not None:
             _warn_of_addresses(console, options.host, bound, addresses_for_others())
+            if not (options.no_discovery or is_loopback(bound)):
+                name, warn = listening.seed.overview.cluster_info().name, partial(console.event, "warning")
+                announcing = asyncio.create_task(announce(name, listening.ticket.pin, bound, port, warn), name="mdns")
+                stack.callback(announcing.cancel)  # the loop awaits its farewell
         await unless_stopped(stop, _make_first_job(near, options, first_job, console))
         await stop.wait()
 
@@ -263,19 +269,23 @@ def _print_ready(
     here, how = format_address(shown_host(host), port), ", encrypted" if ticket else ""
     everywhere = f", on all addresses of port {port}" if host in EVERYWHERE else ""
     console.event("info", f"the seed listens on {here}{everywhere}{how}")
+    only = "" if root == default_state_dir().absolute() else quote(f"@{root}")
+    seed = f" --seed {only}" * bool(only)
     if web is not None:
         console.event("info", f"in a browser, watch at:      {web.url}")
+        if not is_loopback(parse_address(web.url)[0]):
+            console.event("info", f"on a phone, watch with:      the code of `p2ptrain status --qr{seed}`")
         if web.key_files:
             files = ", ".join(map(str, web.key_files))
             console.event("info", f"its keys, one to read and one for operators, are in: {files}")
         if web.own_certificate:
             console.event("info", f"its certificate is signed by: {root / 'seed' / 'authority' / 'ca.pem'}")
-    only = "" if root == default_state_dir().absolute() else quote(f"@{root}")
     console.event("info", f"on this machine, watch with: p2ptrain tui {only}".rstrip())
     console.event("info", f"on this machine, join with:  p2ptrain join {here}")
     if not is_loopback(host):
-        new = "p2ptrain ticket new --operator" + f" --seed {only}" * bool(only)
+        console.event("info", f"elsewhere that asks for six digits, which `p2ptrain ticket code{seed}`, here, shows")
+        new = f"p2ptrain ticket new --operator{seed}"
         console.event("info", f"elsewhere, watch with:       p2ptrain tui TICKET   (`{new}`, here, prints one)")
-        console.event("info", "elsewhere, join with this line, which holds a ticket for workers and is a secret:")
+        console.event("info", "elsewhere, join without them by this line, which holds a ticket and is a secret:")
     if ticket is not None:
         typer.echo(f"p2ptrain join {ticket}", err=True)

@@ -1,4 +1,4 @@
-"""``p2ptrain ticket ...``: has a seed make, list, revoke and replace the tickets with which machines join it."""
+"""``p2ptrain ticket ...``: has a seed make, list, revoke and replace the tickets and codes with which machines join."""
 
 from __future__ import annotations
 
@@ -46,6 +46,30 @@ def new(
     check_one_of("--role", role, ROLES)
     expires_s = seconds_of(expires, "--expires")
     _print_ticket(*ask(seed, lambda client: client.new_ticket(role, expires_s, uses, host)), as_json)
+
+
+@app.command("code")
+def code(
+    role: Annotated[str, option("--role ROLE", "worker, verifier or drafter.")] = "worker",
+    seed: SeedOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Show six digits, which `p2ptrain join ADDRESS` asks for: one machine can join with them, within ten minutes.
+
+    \b
+    Examples:
+      p2ptrain ticket code
+      p2ptrain ticket code --role verifier
+    """
+    from wire.address import ROLES
+
+    check_one_of("--role", role, [role for role in ROLES if role not in ("operator", "seed")])
+    digits, expires_at = ask(seed, lambda client: client.new_code(role))
+    if as_json:
+        print_json({"code": digits, "role": role, "expires_at": expires_at})
+        return
+    typer.echo(printable(f"{digits[:3]} {digits[3:]}"))
+    typer.echo(f"valid until {human_time(expires_at)} for one {role}, or to the first wrong guess", err=True)
 
 
 @app.command("list")

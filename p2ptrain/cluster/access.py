@@ -6,7 +6,8 @@ runs here (``running``). The result is a network to dial with.
 * A *ticket* is spent once. The credentials that it gave are stored, found by the run's pin, and used while valid.
 * An *address of this machine* needs no ticket. A plain seed answers without encryption. An encrypted seed has left
   tickets in its state directory, for the same user.
-* An *address of another machine* needs the credentials of an earlier ticket, which are found by the address.
+* An *address of another machine* needs the credentials of an earlier ticket, which are found by the address; or, to
+  join, the code that the seed shows, which gives a ticket.
 """
 
 from __future__ import annotations
@@ -82,12 +83,20 @@ class Caller:
         store: directory of this caller's credentials.
         states: state directories in which a seed on this machine may have left tickets.
         peer_id: id of a peer that joins; empty for an operator, which is a new peer with each ticket.
+        code: of one that joins: the seed's code; empty: not known yet (``CodeNeeded``). None: it needs a ticket.
     """
 
     role: str
     store: Path
     states: Sequence[Path]
     peer_id: str = ""
+    code: str | None = None
+
+
+class CodeNeeded(UserError):
+    """A seed answers at ``place``, and lets this machine in with a ticket or a code."""
+
+    place = ("", 0)
 
 
 Target: TypeAlias = "Ticket | tuple[str, int]"
@@ -172,10 +181,10 @@ async def reach(target: Ticket | tuple[str, int], caller: Caller, base: Network,
     """Find the way to a seed, and spend a ticket if necessary.
 
     Args:
-        afresh: spend the ticket even if there are credentials, because the seed no longer honours them.
+        afresh: spend the ticket or the code even if there are credentials, because the seed no longer honours them.
 
     Raises:
-        UserError: a ticket is needed, or it is the wrong one.
+        UserError: a ticket is needed, or it is the wrong one; ``CodeNeeded`` if a code would do.
         NetworkError, Refused, ProtocolError: the seed is unreachable, or does not accept the ticket.
         StorageError: the credentials could not be stored.
     """
@@ -187,10 +196,22 @@ async def reach(target: Ticket | tuple[str, int], caller: Caller, base: Network,
         return Access(plain, port, base)
     if own and (local := _find_local_ticket(caller, port)):
         return await _reach_by_ticket(dataclasses.replace(local, host=host), caller, base, afresh=afresh)
-    if kept := _find_credentials(caller, lambda _, address: address == (host, port)):
+    kept = _find_credentials(caller, lambda _, address: address == target)
+    if kept is not None and not (afresh and caller.code):
         return _access_with(host, port, kept, base)
-    remedy = f"check the address, or paste a ticket; {_advice(caller, own=own)}"
-    raise UserError(f"no saved access to {format_address(host, port)}", remedy=remedy)
+    text, remedy = f"no saved access to {format_address(host, port)}", _advice(caller, own=own)
+    if caller.code is None:
+        raise UserError(text, remedy=f"check the address, or paste a ticket; {remedy}")
+    from wire.enrol import ticket_for_code, verified_seed
+
+    who: dict[str, Any] = {"role": caller.role, "peer_id": caller.peer_id, "timeout_s": CONNECT_TIMEOUT_S}
+    if not caller.code:
+        async with verified_seed(base, target, **who):  # nobody looks for the code of a seed that is not there
+            needed = CodeNeeded(text, remedy=f"{remedy}. Or `p2ptrain ticket code` shows digits: add --code DIGITS")
+            needed.place = target
+        raise needed
+    ticket = await ticket_for_code(base, target, caller.code, **who)
+    return await _reach_by_ticket(ticket, caller, base, afresh=True)
 
 
 def _advice(caller: Caller, *, own: bool) -> str:

@@ -18,6 +18,7 @@ from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError
 from p2ptrain.core.world import World
 from ring.detector import beat_defaults
 from roles.seed.authority import FIRST_TICKET_S, LONGEST_TICKET_S, MAX_USES, ROLES, Authority, TicketRecord
+from roles.seed.join_codes import CODE_LIFETIME_S, JoinCodes
 from roles.seed.overview import SeedIdentity
 from roles.seed.peers import NAME_CHARS, ConnectedPeer, PeerTable, check_hello, send_if_open
 from wire.address import (
@@ -32,7 +33,7 @@ from wire.address import (
 )
 from wire.connection import Connection, last_word
 from wire.handshake import HANDSHAKE_TIMEOUT_S, PERMITTED, dial, local_hello, local_welcome
-from wire.messages import EnrolGranted, EnrolOffer, EnrolRequest, Hello, RefusalCode, Refuse, Welcome
+from wire.messages import CodeShare, EnrolGranted, EnrolOffer, EnrolRequest, Hello, RefusalCode, Refuse, Welcome
 from wire.transport import is_out_of_files
 
 MAX_PEERS = 1024
@@ -57,6 +58,7 @@ class EnrolmentPolicy:
     ) -> None:
         self._authority, self._world, self._note = authority, world, note
         self.host, self._local_host, self._port = host, host, 0
+        self._codes = JoinCodes(world, note)
 
     @property
     def encrypted(self) -> bool:
@@ -102,6 +104,8 @@ class EnrolmentPolicy:
             match message:
                 case EnrolRequest():
                     await self._enrol(authority, connection, hello, message, nonce)
+                case CodeShare():
+                    await self._codes.exchange(authority, self.host, connection, hello, message)
                 case Refuse():
                     raise Refused(message.code, message.message, remedy=message.remedy)
                 case _:
@@ -152,6 +156,14 @@ class EnrolmentPolicy:
         self._note("info", "ticket", f"an operator made ticket {record.id}, role {role}")
         return self._ticket_answer(authority, record)
 
+    async def tickets_code(self, params: dict[str, Any], connection: Connection) -> dict[str, Any]:
+        """Open a code, with which one peer can join; an operator needs a ticket."""
+        self._authority_for("a code")
+        role = params.get("role", ROLES[0])
+        if role not in PERMITTED["peer"]:
+            raise Refused("bad-parameter", "role must be worker, verifier or drafter", remedy="choose another --role")
+        return {"code": self._codes.new(role), "expires_at": self._world.clock.wall() + CODE_LIFETIME_S}
+
     async def tickets_list(self, params: dict[str, Any], connection: Connection) -> dict[str, Any]:
         now = self._world.clock.wall()
         records = self._authority_for("a ticket").records.prune(now)
@@ -171,9 +183,10 @@ class EnrolmentPolicy:
         return {"ticket": record.to_map(self._world.clock.wall())}
 
     async def tickets_rotate(self, params: dict[str, Any], connection: Connection) -> dict[str, Any]:
-        """Close all open tickets and make new ones to show and for this machine. Members stay."""
+        """Close all open tickets and the code, and make new ones to show and for this machine. Members stay."""
         authority = self._authority_for("a ticket")
         await authority.change(lambda records: records.rotate(self._world.clock.wall()))
+        self._codes.open = None
         self._note("warning", "ticket", "an operator replaced all tickets; members stay")
         return self._ticket_answer(authority, await self._make_start_tickets(authority))
 

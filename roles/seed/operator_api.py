@@ -150,12 +150,14 @@ class ClusterRequests:
     def methods(self) -> dict[str, Method]:
         return {
             "cluster.info": self._cluster_info,
+            "cluster.watch_link": self._cluster_watch_link,
             "links.list": self._links_list,
             "peers.list": partial(self._list, "peers", newest_that_fit, self._overview.peer_infos),
             "peers.evict": self._peers_evict,
             "parts.list": partial(self._list, "parts", first_that_fit, self._overview.part_infos),
             "serving.list": partial(self._list, "serving", first_that_fit, self._overview.serving_infos),
             "tickets.new": self._enrolment.tickets_new,
+            "tickets.code": self._enrolment.tickets_code,
             "tickets.list": self._enrolment.tickets_list,
             "tickets.revoke": self._tickets_revoke,
             "tickets.rotate": self._enrolment.tickets_rotate,
@@ -188,6 +190,12 @@ class ClusterRequests:
 
     async def _cluster_info(self, params: Params, connection: Connection) -> Result:
         return {"cluster": self._overview.cluster_info().to_map()}
+
+    async def _cluster_watch_link(self, params: Params, connection: Connection) -> Result:
+        if not self._overview.watch_link:
+            text = "this seed has no web page for other machines"
+            raise Refused("no-page", text, remedy="start it with --http 0.0.0.0:8443")
+        return {"link": self._overview.watch_link}
 
     async def _links_list(self, params: Params, connection: Connection) -> Result:
         workers = [peer for peer in self._ports.peers.connected.values() if peer.trains][:MAX_LINKED]

@@ -47,10 +47,11 @@ class SeedIdentity:
 
 
 class Overview:
-    """Makes the records that people see. ``address``: of the seed, for other machines."""
+    """Makes the records that people see. ``address``: of the seed, for other machines. ``watch_link``: opens its web
+    page on other machines, with the key of those who only look, a secret; empty: it has none for them."""
 
     def __init__(self, identity: SeedIdentity, ports: JobPorts, jobs: JobTable) -> None:
-        self.address = ""
+        self.address = self.watch_link = ""
         self._identity, self._started_at = identity, ports.clock.wall()
         self._ports, self._peers, self._jobs = ports, ports.peers, jobs
 

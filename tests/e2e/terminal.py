@@ -19,18 +19,21 @@ class Terminal:
 
     Args:
         program: what Python runs with ``arguments``.
+        network: name of the network namespace that it lives in; empty: this one.
     """
 
-    def __init__(self, *arguments: str, program: tuple[str, ...] = ("-m", "p2ptrain")) -> None:
+    def __init__(
+        self, *arguments: str, program: tuple[str, ...] = ("-m", "p2ptrain"), network: str = "", **environment: str
+    ) -> None:
         self.here, there = pty.openpty()
         self.process = subprocess.Popen(
-            [sys.executable, *program, *arguments],
+            [*(["ip", "netns", "exec", network] if network else []), sys.executable, *program, *arguments],
             stdin=there,
             stdout=there,
             stderr=there,
             start_new_session=True,
             preexec_fn=_own_terminal,
-            env=os.environ | {"TERM": "dumb"},
+            env=os.environ | {"TERM": "dumb"} | environment,
         )
         os.close(there)
         self.text = ""
