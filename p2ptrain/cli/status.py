@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from p2ptrain.cli.output import print_json, print_pairs
-from p2ptrain.cli.runtime import JsonOption, SeedArgument, SeedOption, at_terminal, option, run
+from p2ptrain.cli.runtime import JsonOption, SeedArgument, SeedOption, ask, at_terminal, option, run
 from p2ptrain.cluster.access import operator
 from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import UserError
@@ -33,14 +33,26 @@ PASSING = frozenset(
 )
 
 
-def status(seed: SeedOption = "", as_json: JsonOption = False) -> None:
+def status(
+    seed: SeedOption = "",
+    as_json: JsonOption = False,
+    qr: Annotated[bool, option("--qr", "Show only the QR code with which a phone opens the web page.")] = False,
+) -> None:
     """Show the cluster on one screen: the seed, the peers, the jobs, and what needs attention.
 
     \b
     Examples:
       p2ptrain status
       p2ptrain status --json | jq -r '.attention[]'
+      p2ptrain status --qr
     """
+    if qr:
+        import segno
+
+        link = ask(seed, lambda client: client.watch_link())
+        print_json({"link": link}) if as_json else segno.make_qr(link).terminal(compact=True)
+        typer.echo("the code holds the key to look: who photographs it can watch", err=True)
+        return
     from p2ptrain.cli.jobs import print_jobs
     from p2ptrain.cli.peers import print_peers
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
+import segno
 from pydantic import Field
 
 from configs.loader import describe, load_settings, shipped
@@ -137,6 +138,18 @@ class Invitation(Record):
     command: str
     ticket: TicketInfo | None = None
     text: str | None = None
+
+
+class WatchLink(Record):
+    """A link that opens the page with the key to read, and its QR code: rows of modules, 1 is a dark one."""
+
+    link: str
+    rows: list[str]
+
+
+async def get_watch_link(call: Call) -> WatchLink:
+    link = await call.client.watch_link()
+    return WatchLink(link, ["".join(map(str, row)) for row in segno.make_qr(link).matrix])
 
 
 class Removed(Record):
@@ -305,6 +318,9 @@ ENDPOINTS: list[Endpoint] = [
     _list(f"{_JOB}/recoveries", "The newest interruptions, oldest first.", RecoveryInfo, list_recoveries, Limit),
     _list("cluster/nodes", "All peers.", PeerInfo, list_nodes),
     Endpoint("POST", "cluster/nodes", _INVITES, Invitation, invite_node, body=NodeRequest, status=201),
+    Endpoint(
+        "GET", "cluster/watch-link", "The link for a phone, a secret, and its QR code.", WatchLink, get_watch_link
+    ),
     Endpoint("DELETE", "cluster/nodes/{node}", "Evict a peer for good.", Removed, evict_node),
     _list("cluster/gpu-status", "Every GPU of every node, as it was a second ago.", GpuStatus, list_gpus, Fields),
     Endpoint("GET", "metrics/cluster/summary", "The cluster in figures.", ClusterSummary, summarise_cluster),

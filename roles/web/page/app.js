@@ -1,7 +1,7 @@
 // The page: connects the feed, the store and what is drawn; carries out what the person asks for.
 
 import { Charts } from "./charts.js";
-import { announce, byId, confirmed, fill, h, notify, openDialog, setText } from "./dom.js";
+import { announce, byId, confirmed, fill, h, notify, openDialog, setText, svg } from "./dom.js";
 import { Feed, Problem, ask, setKey } from "./feed.js";
 import * as format from "./format.js";
 import { Panels, verbsOf } from "./panels.js";
@@ -139,6 +139,19 @@ async function addWorker() {
     setText(byId("command-text"), ""); // it holds a secret
   } catch (problem) {
     fail("Cannot make a command", problem);
+  }
+}
+
+async function showWatchLink() {
+  try {
+    const { rows } = await ask("cluster/watch-link");
+    const dark = rows.flatMap((row, y) => [...row].map((cell, x) => (cell === "1" ? `M${x} ${y}h1v1h-1z` : "")));
+    const code = { viewBox: `-4 -4 ${rows.length + 8} ${rows.length + 8}`, role: "img", "aria-label": "QR code" };
+    byId("watch-code").replaceChildren(svg("svg", code, svg("path", { d: dark.join("") })));
+    await openDialog("watch");
+    byId("watch-code").replaceChildren(); // it holds a secret
+  } catch (problem) {
+    fail("Cannot show the code", problem);
   }
 }
 
@@ -366,6 +379,7 @@ function start() {
   const clicks = {
     "add-worker": addWorker,
     "new-job": createJob,
+    phone: showWatchLink,
     theme: switchTheme,
     help: SHORTCUTS["?"][1],
     copy: copyCommand,
@@ -378,10 +392,19 @@ function start() {
   system.addEventListener("change", () => charts.repaint());
   setInterval(draw, 1000); // ages and the time until the next try
   setInterval(loadExperiments, EXPERIMENTS_MS);
+  takeKey();
   store.choose(new URL(location.href).searchParams.get("job") ?? "");
   draw();
   feed.run();
   keepShell();
+}
+
+/** Keep the key of a link that was scanned, and take it out of the address. */
+function takeKey() {
+  const [, key] = /^#key=([\w.~-]+)$/.exec(location.hash) ?? [];
+  if (!key) return;
+  setKey(key);
+  history.replaceState(null, "", location.pathname + location.search);
 }
 
 /** Let the page open without a connection. It needs HTTPS or this machine; the page works without it. */
