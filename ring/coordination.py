@@ -127,6 +127,16 @@ class JobOptions(Declared):
         return max(self.replicas, self.places) + 2
 
 
+class WorkerNeeds(Declared):
+    """How many workers a job needs: ``floor`` keep its state and go on, it wants ``least``, and can use ``most``, in
+    groups of ``unit``."""
+
+    floor: int
+    least: int
+    most: int
+    unit: int
+
+
 class StoredJob(Declared):
     """What a restarted seed read from its store.
 
@@ -205,6 +215,12 @@ class PeerTold(Declared):
     peer: JobWorker
 
 
+class PeerWithdrawn(Declared):
+    """The pool has another task for a worker of this job. The job releases it as soon as no state depends on it."""
+
+    peer_id: str
+
+
 class CheckpointsSaved(Declared):
     """``wholes``: peer id → steps of its known checkpoints of the whole model. Any worker can load its part from such a
     checkpoint. ``parts``: (peer id, part) → the same for those of one part of a model that has several."""
@@ -244,7 +260,7 @@ class Signal(Enum):
 
 
 Event: TypeAlias = (
-    "PeerOffered | PeerReturned | PeerReported | PeerLost | StepCommitted | LinksMeasured | PeerTold"
+    "PeerOffered | PeerReturned | PeerReported | PeerLost | PeerWithdrawn | StepCommitted | LinksMeasured | PeerTold"
     " | CheckpointsSaved | Restore | ChangeSettings | Signal"
 )
 """What ``handle`` takes."""
@@ -395,6 +411,7 @@ class Roster:
         away: members of a running view whose link to the seed ended.
         healing: members that fetch the state.
         committed: the view has committed a step; assumed for a view that an earlier seed minted.
+        withdrawn: workers for which the pool has another task.
     """
 
     parts: int = 1
@@ -405,6 +422,7 @@ class Roster:
     away: set[str] = field(default_factory=set)
     healing: set[str] = field(default_factory=set)
     committed: bool = True
+    withdrawn: set[str] = field(default_factory=set)
 
     def name(self, peer_id: str, view: View | None = None) -> str:
         known = self.peers.get(peer_id)
@@ -445,6 +463,7 @@ class Roster:
 
     def forget(self, peer_id: str) -> None:
         self.peers.pop(peer_id, None)
+        self.withdrawn.discard(peer_id)
         self.note_stopped(peer_id)
 
     def note_stopped(self, peer_id: str) -> None:
@@ -452,7 +471,7 @@ class Roster:
             group.discard(peer_id)
 
     def clear(self) -> None:
-        for group in (self.running, self.unheard, self.away, self.healing):
+        for group in (self.running, self.unheard, self.away, self.healing, self.withdrawn):
             group.clear()
         self.peers.clear()
 

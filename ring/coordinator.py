@@ -42,7 +42,7 @@ names, and expire with the next event after their time (``Signal.TICK`` tells no
     WAITING   pause                                                    PAUSED
     RUNNING   a newcomer is ready (rule 7)                             RUNNING     SendCatchUp
     RUNNING   newcomer, pause, restore, change of settings, leave,     STOPPING    SendHold
-              a member stays away
+              withdrawal, a member stays away
     RUNNING   a member reports held, broken, done, failed or ready     STOPPING    SendHold
     RUNNING   no member is left, or none came back in time             WAITING
     STOPPING  all are stopped                                          WAITING     (then Mint, if the state is there)
@@ -171,16 +171,41 @@ class Coordinator:
     def peer_ids(self) -> frozenset[str]:
         return frozenset(self._roster.peers)
 
-    def refusal(self, peer_id: str) -> str:
-        """Why the job takes no such worker now; empty if it does."""
+    def objection(self, peer_id: str) -> str:
+        """Why the job takes this worker in no case now; empty if it does."""
         if self.phase in {*ENDED, JobPhase.PAUSED} or self.paused:
             return f"is {'paused' if self.paused else self.state}"
-        if peer_id in self._failures.banned:
-            return "has released it"
-        limit = self.options.most * self._roster.parts
-        holds_state = peer_id in self._roster.held or (self.restore is not None and self.restore.peer_id == peer_id)
-        full = len(self._roster.peers) >= limit
-        return f"has the {limit} workers that it can use" if full and not holds_state else ""
+        return "has released it" if peer_id in self._failures.banned else ""
+
+    def refusal(self, peer_id: str) -> str:
+        """Why the job takes no such worker now; empty if it does."""
+        if objection := self.objection(peer_id):
+            return objection
+        full = len(self._roster.peers) >= self.needs.most
+        return f"has the {self.needs.most} workers that it can use" if full and not self.expects(peer_id) else ""
+
+    def expects(self, peer_id: str) -> bool:
+        """Whether the job's state may be on this worker's disk."""
+        return peer_id in self._roster.held or (self.restore is not None and self.restore.peer_id == peer_id)
+
+    @property
+    def needs(self) -> co.WorkerNeeds:
+        parts, options, here = self._roster.parts, self.options, len(self._roster.peers)
+        floor = options.least * parts if self.view is not None else 0
+        start = options.replicas * parts
+        least = min(start, max(here // parts * parts, options.least * parts)) if self.view is not None else start
+        return co.WorkerNeeds(floor, least, options.most * parts, parts)
+
+    def may_withdraw(self, peer_id: str) -> bool:
+        """Whether the pool may have this worker, as far as is known now (rule 12)."""
+        roster = self._roster
+        if self.phase in (JobPhase.STOPPING, JobPhase.PAUSED) or roster.unheard | roster.away or self.restore:
+            return False
+        in_view = self.view is not None and self.view.rank_of(peer_id) is not None
+        return not in_view or (self.phase is JobPhase.RUNNING and self._roster.committed and not roster.healing)
+
+    def is_withdrawn(self, peer_id: str) -> bool:
+        return peer_id in self._roster.withdrawn
 
     @property
     def exclusions(self) -> Exclusions:
@@ -246,6 +271,7 @@ class Coordinator:
         history, who, phase = self.history, self._roster, self.phase
         who.validate(self.view, history)
         assert not self._failures.banned & set(who.peers), history
+        assert who.withdrawn <= set(who.peers), history
         assert self._catch_ups.moving <= set(who.peers), history
         assert not self._catch_ups.moving & who.running, history
         assert phase is not JobPhase.RUNNING or who.running | who.away, history
@@ -469,6 +495,28 @@ class Coordinator:
         if self._quarantine.broken:
             self._hurry(now)
 
+    def _withdraw(self, event: co.PeerWithdrawn, now: float) -> None:
+        peer_id = event.peer_id
+        if peer_id in self._roster.peers and self.phase is not JobPhase.PAUSED:
+            self._roster.withdrawn.add(peer_id)
+            if peer_id in self._roster.running and self.phase is JobPhase.RUNNING:
+                self._stop(now, f"{self._name(peer_id)} gets another task")
+
+    def _release_withdrawn(self) -> None:
+        """Rule 12."""
+        roster = self._roster
+        for peer_id in sorted(roster.withdrawn - roster.running) if self.phase is not JobPhase.STOPPING else ():
+            survivors = roster.survivors(self.view)
+            rest = {key: report for key, report in survivors.items() if key != peer_id}
+            state = newest(roster.by_part(survivors))
+            is_replaced = state is not None and newest(roster.by_part(rest)) == state
+            ready = roster.candidates(self._quarantine.exclusions.peer_ids).keys() - {peer_id}
+            is_outside = self.phase is JobPhase.RUNNING and not roster.unheard | roster.away
+            if self.view is None or is_outside or (is_replaced and len(ready) >= self.needs.floor):
+                self._out.append(co.SendRelease(peer_id, "it gets another task"))
+                self._forget(peer_id)
+            roster.withdrawn.discard(peer_id)
+
     def _take_commit(self, event: co.StepCommitted, now: float) -> None:
         if self.view and event.step <= self.view.step:
             return  # repeated or late: tells nothing about the speed of this ring
@@ -565,6 +613,7 @@ class Coordinator:
             self._stop(now, f"{', '.join(names)} joining")
         if self.phase is JobPhase.STOPPING and not self._roster.running:
             self._decide_after_stop(now)
+        self._release_withdrawn()
         if self.phase is JobPhase.WAITING:
             self._try_mint(now)
 
@@ -962,6 +1011,7 @@ _HANDLERS: dict[Any, Callable[[Coordinator, Any, float], None]] = {
     co.PeerReturned: Coordinator._take_return,
     co.PeerReported: Coordinator._take_report,
     co.PeerLost: Coordinator._take_loss,
+    co.PeerWithdrawn: Coordinator._withdraw,
     co.StepCommitted: Coordinator._take_commit,
     co.CheckpointsSaved: Coordinator._learn,
     co.LinksMeasured: Coordinator._learn,

@@ -580,3 +580,52 @@ def test_two_members_that_cannot_reach_each_other_are_not_placed_beside_each_oth
     desk.offer("b")
     desk.ready("b")
     assert not desk.core._ring_planner.undialled
+
+
+# ------------------------------------------------------------------------------------------------------------ the pool
+
+
+def test_withdrawn_member_stops_with_its_ring_and_the_others_go_on() -> None:
+    desk = Desk()
+    desk.run("a", "b")
+    desk.tell(co.PeerWithdrawn("b"))
+    (hold,) = desk.of(co.SendHold)
+    assert set(hold.peer_ids) == {"a", "b"}
+    desk.report("b", "held", 6)
+    assert not desk.of(co.SendRelease), "the other one may not have the state"
+    desk.report("a", "held", 6)
+    assert [item.peer_id for item in desk.of(co.SendRelease)] == ["b"]
+    assert ids(desk.minted()) == ["a"]
+    assert desk.view.step == 6
+    assert not desk.core.refusal("b"), "the pool may give it back"
+
+
+def test_member_that_alone_holds_the_state_is_not_released() -> None:
+    desk = Desk()
+    desk.run("a", "b")
+    desk.tell(co.PeerWithdrawn("b"))
+    desk.report("b", "held", 6)
+    desk.lose("a")
+    desk.after(co.HOLD_S)
+    assert not desk.of(co.SendRelease)
+    assert ids(desk.view) == ["b"]
+    assert not desk.core.is_withdrawn("b")
+
+
+def test_last_members_of_a_view_are_not_released() -> None:
+    desk = Desk()
+    desk.run("a", "b")
+    for peer_id in "ab":
+        desk.tell(co.PeerWithdrawn(peer_id))
+    desk.stand("held", 6, "a", "b")
+    assert len(desk.core.peer_ids) == desk.core.needs.floor == 1
+    assert desk.view.size == 1
+
+
+def test_newcomer_is_released_at_once_and_nobody_stops() -> None:
+    desk = Desk(slow=True)
+    desk.run("a", "b")
+    desk.offer("c")
+    assert desk.core.may_withdraw("c")
+    desk.tell(co.PeerWithdrawn("c"))
+    assert [type(item) for item in desk.said] == [co.SendRelease]

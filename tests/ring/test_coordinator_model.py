@@ -604,6 +604,10 @@ class Cluster(RuleBasedStateMachine):
             self.tell(co.Restore(step, holders[0] if self.stages == 1 else "a", lineage))
             self.offer()
 
+    @rule(peer_id=st.sampled_from(PEERS))
+    def another_task_needs(self, peer_id: str) -> None:
+        self.tell(co.PeerWithdrawn(peer_id))
+
     @rule()
     def another_job_waits(self) -> None:
         survivors = self.core.paused_survivors()
