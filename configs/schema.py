@@ -69,6 +69,9 @@ class Job(Table):
     faults ends with the same hash as one without (on equal hardware). Twice the bytes."""
     workers: int = Field(default=2, ge=1, le=1024)
     """Workers that must be ready before the run starts; it continues with fewer or more."""
+    weight: float = Field(default=1.0, ge=0.001, le=1000)
+    """How much this job matters beside other jobs and served models that share the workers. The heaviest gets the
+    workers that it needs first; those beyond all needs are shared by weight."""
 
 
 class Model(Table):

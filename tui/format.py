@@ -39,6 +39,7 @@ class Look(NamedTuple):
 PEER_LOOKS = {
     "training": Look("●", "good"),
     "serving": Look("◆", "good"),
+    "drafting": Look("◈", "good"),
     "healing": Look("✚", "busy"),
     "following": Look("◑", "busy"),
     "building": Look("◔", "busy"),

@@ -24,7 +24,8 @@ def _figure(value: float | None) -> float | None:
 
 
 class ClusterInfo(Record):
-    """The seed itself. ``started_at`` is in Unix seconds."""
+    """The seed itself. ``started_at`` is in Unix seconds. ``policy``: by which the pool gives workers their tasks.
+    ``moves``: of workers from one task to another so far."""
 
     cluster_id: str
     name: str
@@ -33,6 +34,8 @@ class ClusterInfo(Record):
     started_at: float
     peers: int
     jobs: int
+    policy: str = ""
+    moves: Count = 0
 
 
 ABSENT_STATES = frozenset({"failed", "leaving", "away", "lost", "left", "evicted"})
@@ -45,7 +48,8 @@ class PeerInfo(Record):
     Attributes:
         state: ``joining``, ``idle``, ``building``, ``waiting``, ``following``, ``healing``, ``training``, ``held``,
             ``paused`` (its job is), ``failed``, ``leaving``, ``away`` (only its link to the seed is lost: its ring may
-            run), ``lost``, ``left``, ``evicted``; ``serving``: an active verifier or drafter.
+            run), ``lost``, ``left``, ``evicted``; ``serving``: an active verifier or drafter, or a worker with
+            parts of a served model; ``drafting``: a worker that drafts.
         in_bps, out_bps: bits per second over the ring.
         gpu_load, gpus: the load of the first GPU of its machine, from 0 to 1; all of its GPUs.
         rank: position in its job's ring; None outside a ring.

@@ -14,6 +14,7 @@ A drafter guesses the next tokens of a verifier's session::
     verifier → drafter   Verdict: which drafts were right, and the tokens after them. StreamClose
 
     seed → verifier      DrafterList
+    seed → worker        DraftOrder
     verifier, drafter → seed   Serving
 
 On every idle connection both sides send KeepAlive. The ``stream`` in a frame's header is the number of the question or
@@ -199,7 +200,8 @@ class Verdict(Message, kind=63, keyed=False):
 
 
 class DrafterAddress(Message, kind=66):
-    """A drafter and its address. ``model`` is for display; ``tokenizer`` is a digest."""
+    """A drafter and its address. ``model`` is for display; ``tokenizer`` is a digest. ``role``: of its certificate, as
+    workers draft, too."""
 
     peer_id: Id
     name: str
@@ -208,6 +210,13 @@ class DrafterAddress(Message, kind=66):
     model: str
     vocab_size: Count
     tokenizer: str
+    role: Annotated[str, Bound(one_of=("drafter", "worker"))] = "drafter"
+
+
+class DraftOrder(Message, kind=65):
+    """Seed to worker: draft for verifiers with your draft model; ``model`` is the served one. Empty: no longer."""
+
+    model: Annotated[str, Bound(0, MODEL_CHARS)]
 
 
 class DrafterList(Message, kind=67):

@@ -53,6 +53,8 @@ def join(options: JoinOptions) -> None:
       p2ptrain join 192.168.1.20 --devices all
       p2ptrain join 192.168.1.20,192.168.1.21
       p2ptrain join 192.168.1.20 --data ~/letters
+      p2ptrain join 192.168.1.20 --hours 22-8
+      p2ptrain join 192.168.1.20 --allow train,serve,draft --model models/small
       p2ptrain join 192.168.1.20 --role verifier --model models/large --http 127.0.0.1:8000
       p2ptrain join 192.168.1.20 --role verifier --model models/large --model models/code --http 127.0.0.1:8000
       p2ptrain join 192.168.1.20 --role verifier --model models/large --adapter tuned/support --adapter tuned/code
@@ -158,6 +160,14 @@ class WorkerFactory:
         from roles.worker.build import inputs_dir, warm_up, with_data
         from roles.worker.worker import Worker
 
+        world, drafter = world_of(self._options, context), None
+        capabilities["allow"] = ",".join(sorted(self._options.allowed))
+        if "draft" in self._options.allowed:
+            from p2ptrain.cli.serving import draft_tokenizer, open_drafter
+
+            capabilities["draft_tokenizer"] = draft_tokenizer(self._options)
+            drafter = partial(open_drafter, world, self._options, context.console, context.notify)
+
         def build(profile: Profile, stage: Stage) -> Engine:
             own = with_data(profile, self._options.data)
             self._doing = ""
@@ -170,7 +180,7 @@ class WorkerFactory:
             context.console.progress(step_line(applied, total, values), last=applied == total)
 
         return Worker(
-            world_of(self._options, context),
+            world,
             context.identity,
             member_options(self._options, context, threads=self._options.threads, **capabilities),
             build_engine=build,
@@ -181,6 +191,7 @@ class WorkerFactory:
             holding=parts,
             build_progress=lambda: self._doing,
             inputs_dir=inputs_dir,
+            open_drafter=drafter,
         ).run
 
     def _show_progress(self, text: str, share: float) -> None:

@@ -28,9 +28,11 @@ from p2ptrain.cli.text_options import WeightsOption, check_dtype, newest_in
 from p2ptrain.cluster.access import Target, read_targets
 from p2ptrain.cluster.running import default_state_dir
 from p2ptrain.core.errors import UserError
+from p2ptrain.core.hours import OpenHours
 from p2ptrain.core.texts import check_one_of, size_of
 
 ROLES = ("worker", "verifier", "drafter")
+KINDS = ("train", "serve", "draft")
 LEAST_MEMORY_BYTES = 64 << 10  # a smaller --memory most likely lacks its unit
 
 
@@ -53,7 +55,8 @@ class JoinOptions:
     )
     models: list[str] = option_field(
         "--model DIR",
-        "For a verifier or drafter: a checkpoint or adapter, or a directory with some. A verifier may have several.",
+        "For a verifier or drafter: a checkpoint or adapter, or a directory with some. A verifier may have several."
+        " For a worker with --allow draft: its draft model.",
         [],
         callback=lambda models: [is_text(model) for model in models],
     )
@@ -71,6 +74,22 @@ class JoinOptions:
     )
     port: MemberPortOption = None
     advertise: str = option_field("--advertise HOST:PORT", "Address that other peers dial, behind NAT or a proxy.", "")
+    allow: str = option_field(
+        "--allow LIST",
+        "For a worker: what the seed may have it do: train, serve (hold parts of models), draft (with --model DIR, and"
+        " while no job needs it).",
+        "train,serve",
+    )
+    hours: str = option_field(
+        "--hours FROM-TO", "Take part only in these hours of the day, in local time, such as 22-8 or 9:30-17.", ""
+    )
+    weight: float = option_field(
+        "--weight X",
+        "For a verifier: how its models matter, as job.weight.",
+        1.0,
+        min=0.001,
+        max=1e3,
+    )
     data: str = option_field(
         "--data PATH",
         "For a worker: its own text, in jobs with data.private = true; default: data.path of the job.",
@@ -124,6 +143,15 @@ class JoinOptions:
         return (self.state or default_state_dir()).absolute()
 
     @property
+    def allowed(self) -> frozenset[str]:
+        return frozenset(self.allow.replace(" ", "").split(","))
+
+    @property
+    def open_hours(self) -> OpenHours | None:
+        """Raises ``UserError``."""
+        return OpenHours.parse(self.hours) if self.hours else None
+
+    @property
     def memory_bytes(self) -> int:
         return size_of(self.memory, "--memory") if self.memory else 0
 
@@ -164,16 +192,23 @@ class JoinOptions:
         check_dtype(self.dtype, self.weights)
         if 0 < self.memory_bytes < LEAST_MEMORY_BYTES:
             raise UserError(f"--memory {self.memory} is too small", remedy="add a unit, such as 4GiB")
-        _ = self.advertised, self.http_place  # refused here, not when they are used
+        _ = self.advertised, self.http_place, self.open_hours  # refused here, not when they are used
+        for kind in self.allowed:
+            check_one_of("--allow", kind, KINDS)
         of_both = {"--model": bool(self.models), "--sessions": bool(self.sessions)}
         of_both |= {"--dtype": bool(self.dtype), "--weights": bool(self.weights)}
         of_verifiers = {"--split": self.split is not None, "--http": bool(self.http), "--adapter": bool(self.adapters)}
         of_verifiers["--api-key-file"] = self.api_keys is not None
-        forbidden = of_verifiers if role == "drafter" else of_both | of_verifiers if role == "worker" else {}
+        of_verifiers["--weight"] = self.weight != 1
+        drafts = role == "worker" and "draft" in self.allowed
+        if drafts and (len(self.models) != 1 or self.devices):
+            text = "a worker drafts with one model, and not with --devices"
+            raise UserError(text, remedy="name the model's directory with --model, or leave draft out of --allow")
+        forbidden = of_verifiers if role == "drafter" or drafts else of_both | of_verifiers if role == "worker" else {}
         if extra := next((option for option, is_set in forbidden.items() if is_set), None):
             role_for = "verifier" if extra in of_verifiers else "drafter, or verifier"
             raise UserError(f"{extra} is not for a {role}", remedy=f"add --role {role_for}, or leave it out")
-        if role == "worker":
+        if role == "worker" and not drafts:
             return replace(self, code=code)
         device, memory_bytes, threads = self.device, self.memory_bytes, self.threads
         of_workers = {"--device": bool(device), "--memory": bool(memory_bytes), "--threads": bool(threads)}

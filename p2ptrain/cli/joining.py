@@ -6,9 +6,11 @@ for the other roles.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -19,6 +21,7 @@ from p2ptrain.cluster.discovery import discover
 from p2ptrain.cluster.running import default_state_dir
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError, Refused
+from p2ptrain.core.hours import OpenHours
 from p2ptrain.core.texts import human_seconds
 from p2ptrain.core.threads import SlowThreads
 from p2ptrain.core.world import LoopClock, Network, World, real_world
@@ -31,9 +34,11 @@ from wire.messages import RefusalCode, Scalar
 from wire.transport import TcpNetwork, every_interface
 
 if TYPE_CHECKING:
-    import asyncio
-
     from p2ptrain.cli.join_options import JoinOptions
+
+
+CLOCK_S = 30.0
+"""How often the clock is read, for ``--hours``: it may be put forward or back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,8 @@ MemberRun: TypeAlias = "Callable[[asyncio.Event], Coroutine[Any, Any, None]]"
 async def run_member(options: JoinOptions, make: Callable[[JoinContext], MemberRun]) -> None:
     """Claim a slot, find the seed, and run what ``make`` returns until Ctrl+C.
 
-    ``make`` is called again if the seed needs this process to listen elsewhere, or to join afresh.
+    ``make`` is called again if the seed needs this process to listen elsewhere, or to join afresh. With ``--hours`` it
+    is called each time they begin, and leaves when they end.
 
     Raises:
         P2PTrainError: there is no seed in time, no slot or no ticket, or what ran raised it.
@@ -86,8 +92,9 @@ async def run_member(options: JoinOptions, make: Callable[[JoinContext], MemberR
         console.progress(text, every_s=max(waited_s, 1.0))  # in a file the lines become rarer
         return options.wait - waited_s
 
+    hours = options.open_hours
     try:
-        while True:
+        while hours is None or await _until_open(hours, clock, stop, console):
             reaching = partial(reach_one, targets, caller, base, afresh=afresh)
             access = await unless_stopped(
                 stop,
@@ -99,9 +106,11 @@ async def run_member(options: JoinOptions, make: Callable[[JoinContext], MemberR
             console.event("info", f"{role} {identity.name} ({identity.peer_id}) joins {format_address(*seed)}")
             others = tuple(place for place in places if place != seed)
             listen = listen_host or usual_host(access.host), options.port
+            run = make(JoinContext(identity, console, access, listen, others, retry_time_s))
             try:
-                await make(JoinContext(identity, console, access, listen, others, retry_time_s))(stop)
-                break
+                await (run(stop) if hours is None else _run_until_closed(hours, clock, stop, run))
+                if hours is None or stop.is_set():
+                    break
             except Refused as refusal:
                 if refusal.code == RefusalCode.LOOPBACK_ONLY and not listen_host:
                     console.event("info", "members of other machines join this seed: listening on all addresses")
@@ -115,6 +124,39 @@ async def run_member(options: JoinOptions, make: Callable[[JoinContext], MemberR
         console.finish()
         identity.release()
     console.event("info", "left")
+
+
+async def _until_open(hours: OpenHours, clock: LoopClock, stop: asyncio.Event, console: Console) -> bool:
+    """Wait until the hours begin. Returns False if ``stop`` was set before."""
+    while not stop.is_set():
+        is_open, left_s = hours.until_change_s(clock.wall())
+        if is_open:
+            return True
+        console.progress(f"takes part {hours}: begins in {human_seconds(left_s)}; Ctrl+C ends", every_s=60.0)
+        await _wait(stop, left_s)
+    return False
+
+
+async def _run_until_closed(hours: OpenHours, clock: LoopClock, stop: asyncio.Event, run: MemberRun) -> None:
+    """Run until ``stop`` is set or the hours end."""
+    ending = asyncio.Event()
+
+    async def watch() -> None:
+        while not stop.is_set() and (now := hours.until_change_s(clock.wall()))[0]:
+            await _wait(stop, now[1])
+        ending.set()
+
+    watching = asyncio.create_task(watch(), name="hours")
+    try:
+        await run(ending)
+    finally:
+        watching.cancel()
+
+
+async def _wait(stop: asyncio.Event, left_s: float) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(min(left_s, CLOCK_S)):
+            await stop.wait()
 
 
 def world_of(options: JoinOptions, context: JoinContext) -> World:

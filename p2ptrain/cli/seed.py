@@ -32,6 +32,7 @@ from p2ptrain.cluster.console import Console, stoppable, unless_stopped
 from p2ptrain.cluster.jobs import create_job
 from p2ptrain.cluster.running import announce_seed, default_state_dir
 from p2ptrain.core.errors import UserError
+from p2ptrain.core.texts import check_one_of
 from wire.address import DEFAULT_PORT, EVERYWHERE, Ticket, dialable_host, format_address, is_loopback, parse_address
 from wire.records import FINISHED_STATES
 
@@ -62,6 +63,12 @@ class SeedOptions:
     )
     restore: Path | None = option_field("--restore DIR", "Directory with the copy of a lost seed to start from.", None)
     no_discovery: bool = option_field("--no-discovery", "Do not let `p2ptrain join` find it on the network.", False)
+    pool: str = option_field(
+        "--pool POLICY",
+        "How workers get tasks: matching (jobs and served models share them, and they move), score (each alone), fifo"
+        " (the oldest job first; nobody moves).",
+        "matching",
+    )
     http: str = option_field("--http HOST:PORT", "Address of the web page and the HTTP API; default: none.", "")
     http_cert: Path | None = option_field(
         "--http-cert FILE", "With --http: a certificate (PEM); default: its own.", None
@@ -116,6 +123,9 @@ def seed(options: SeedOptions) -> None:
       p2ptrain seed --http 127.0.0.1:8080
       p2ptrain seed --host 0.0.0.0 --http 0.0.0.0:8443
     """
+    from ring.planning.matching import POLICIES
+
+    check_one_of("--pool", options.pool, POLICIES)
     encrypted = options.tls or not is_loopback(options.host)
     first_job = None if options.no_job or options.restore is not None else _load_profile(options)
     if options.restore is not None:
@@ -159,6 +169,7 @@ async def _serve(options: SeedOptions, first_job: Profile | None, *, encrypted: 
         backup_dir=None if options.backup is None else options.backup.absolute(),
         tracker_environ=os.environ,
         on_alarm=partial(console.event, "error"),
+        policy=options.pool,
     )
     async with serving as listening, AsyncExitStack() as stack:
         bound, port = listening.address

@@ -26,11 +26,13 @@ from p2ptrain.core.adapters import file_of, fingerprint, is_adapter, model_name,
 from p2ptrain.core.errors import ConfigError, NetworkError, ResourceError, UserError
 from p2ptrain.core.tensor_files import ADAPTER_CONFIG, TensorTable
 from p2ptrain.core.texts import human_bytes, printable
+from p2ptrain.core.world import World
 from roles.background import Background
 from roles.compute_thread import ComputeThread
 from roles.drafter.draft_server import MAX_SESSIONS, DraftServer
 from roles.engine import StageEngine
 from roles.member import ServingMember
+from roles.seed_link import Notify
 from roles.serving.chain import LOOK_S, PoolUpdater, StageChain
 from roles.serving.local_model import AdaptedModel, LocalModel, load_local_engine
 from roles.serving.model import ServedModel
@@ -85,7 +87,7 @@ async def join_to_serve(options: JoinOptions) -> None:
         return ServingMember(
             world_of(options, context),
             context.identity,
-            member_options(options, context),
+            member_options(options, context, weight=options.weight),
             program=partial(serve, options=options, console=context.console),
             notify=context.notify,
             membership=context.access.member,
@@ -123,7 +125,7 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
         if whole:
             adapters = {_name_of(directory): directory for directory in options.adapter_directories}
             most = (2 * sessions + 1) * (1 + len(adapters))  # running ones, and ones that are being closed
-            opened = _local_models(member, options, compute, most, console, adapters)
+            opened = _local_models(member.world, options, compute, most, console, member.notify, adapters)
             loaded = await stack.enter_async_context(opened)
             models = [*loaded, *(AdaptedModel(loaded[0], adapter) for adapter in adapters)]
         else:
@@ -193,11 +195,12 @@ def _load_text(directory: Path) -> tuple[ModelText, ChatFormat, str]:
 
 @asynccontextmanager
 async def _local_models(
-    member: ServingMember,
+    world: World,
     options: JoinOptions,
     compute: ComputeThread,
     most_sessions: int,
     console: Console,
+    notify: Notify,
     adapters: Mapping[str, Path] | None = None,
 ) -> AsyncIterator[list[LocalModel]]:
     directories, engines = options.model_directories, list[tuple[StageEngine, int | None]]()
@@ -221,12 +224,12 @@ async def _local_models(
     for directory, (engine, _) in zip(directories, engines, strict=True):
         if not engine.is_batched:
             text = f"{_name_of(directory)} computes one text at a time: batches do not support its architecture"
-            member.notify("warning", "no-batches", text)
+            notify("warning", "no-batches", text)
     models = [
         LocalModel(
             engine,
             compute,
-            member.world.clock,
+            world.clock,
             context=context,
             max_sessions=most_sessions,
             cache_bytes=left_bytes // len(engines),
@@ -286,10 +289,13 @@ async def split_model(
     async def known() -> list[WorkerAddress]:
         while True:
             try:
-                return await workers_of(member.ask)
+                return await workers_of(member.ask, wanted)
             except NetworkError:  # the member's link reports this, and reconnects
                 await asyncio.sleep(LOOK_S)
 
+    entries = TensorTable(weights_of(directory)).entries.values()
+    wanted = {"model": _name_of(directory), "weights_bytes": sum(entry.size_bytes for entry in entries),
+              "stages": options.split or 0}  # fmt: skip
     shortage, stages = "", SplitOptions(options.split or None, options.dtype, weights=options.weights)
     positions = min(sessions, FULL_TEXTS) * conversation_positions(text)
     while True:
@@ -313,7 +319,7 @@ async def split_model(
                 if shortage:
                     member.notify("info", "enough-workers", "there are enough workers")
                 pool_updater = Background()
-                pool_updater.start(PoolUpdater(chain, member.ask).run(), "recruiting")
+                pool_updater.start(PoolUpdater(chain, member.ask, wanted).run(), "recruiting")
                 try:
                     yield chain
                 finally:
@@ -345,18 +351,30 @@ async def _http(
 
 
 async def _draft(member: ServingMember, options: JoinOptions, console: Console) -> None:
-    directory = options.model_directories[0]
-    tokenizer = Tokenizer.of_directory(directory)  # fail before loading anything
-    async with AsyncExitStack() as stack:
-        compute = ComputeThread(member.world.threads)
-        stack.callback(compute.close)
-        opened = _local_models(member, options, compute, options.sessions or MAX_SESSIONS, console)
-        [model] = await stack.enter_async_context(opened)
-        name, on_news = model_name(directory), partial(console.event, "info")
-        drafter = DraftServer(member.world, model, name, tokenizer.digest, on_news=on_news)
-        stack.push_async_callback(drafter.close)
+    async with open_drafter(member.world, options, console, member.notify) as drafter:
         member.answer("draft", drafter.serve, judge=drafter.decide)
         member.serves(drafter.describe)
-        known = f", {model.context} tokens of context" if model.context else ""
-        member.notify("info", "serving", f"{name} drafts on {model.engine.device} in {model.dtype}{known}")
         await asyncio.Event().wait()  # until the member leaves
+
+
+def draft_tokenizer(options: JoinOptions) -> str:
+    """The digest of the draft model's tokenizer. Raises ``ConfigError``."""
+    return Tokenizer.of_directory(options.model_directories[0]).digest
+
+
+@asynccontextmanager
+async def open_drafter(
+    world: World, options: JoinOptions, console: Console, notify: Notify
+) -> AsyncIterator[DraftServer]:
+    """Load the draft model, and draft with it within the block. Raises ``P2PTrainError``."""
+    tokenizer, name = draft_tokenizer(options), model_name(options.model_directories[0])
+    async with AsyncExitStack() as stack:
+        compute = ComputeThread(world.threads)
+        stack.callback(compute.close)
+        opened = _local_models(world, options, compute, options.sessions or MAX_SESSIONS, console, notify)
+        [model] = await stack.enter_async_context(opened)
+        drafter = DraftServer(world, model, name, tokenizer, on_news=partial(console.event, "info"))
+        stack.push_async_callback(drafter.close)
+        known = f", {model.context} tokens of context" if model.context else ""
+        notify("info", "serving", f"{name} drafts on {model.engine.device} in {model.dtype}{known}")
+        yield drafter

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 RECENT_S = 600.0
 SHOWN = 8  # peers, jobs and problems, so that all fits one screen
 NEWEST = 200  # events that a seed sends at a time
-AT_WORK = frozenset({"idle", "serving", "following", "training"})
+AT_WORK = frozenset({"idle", "serving", "drafting", "following", "training"})
 PASSING = frozenset(
     {"lost", "seed-lost", "hung", "struck-off", "not-following", "ring-broken", "step-refused", "link", "waiting"}
     | {"stage-lost", "stage-lacking"}
@@ -85,6 +85,7 @@ def status(
             ("seed", f"{cluster.name} at {cluster.address}, up {up}, version {cluster.version}"),
             ("peers", f"{len(peers)}{': ' + states if states else ''}"),
             ("jobs", f"{len(jobs)}, {len(unfinished)} of them not finished"),
+            ("pool", f"{cluster.policy}, workers moved {cluster.moves} times"),
         ]
     )
     for name, members in list(groups(peers).items())[:SHOWN]:

@@ -140,7 +140,9 @@ class DraftServer:
         return [Serving(self._name, model.vocab_size, model.context or 0, self._tokenizer, "", self.sessions, stats)]
 
     async def close(self) -> None:
-        """End all sessions. The connections are closed by whoever accepted them."""
+        """End all sessions and connections."""
+        for caller in self._callers:
+            caller.line.connection.abort()
         await self._tasks.stop()
 
     def decide(self, hello: Hello) -> Refuse | None:

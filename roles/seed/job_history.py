@@ -88,6 +88,7 @@ class JobRows:
         newest: the newest row of metrics; None before the first.
         val_loss: the newest validation loss.
         scores: of the members of the present view, if a robust rule combines their gradients.
+        pause_s: how long the job stood still when its members last changed in good order; 0: not measured.
     """
 
     def __init__(self, job: str, history: StoredHistory) -> None:
@@ -96,6 +97,7 @@ class JobRows:
         self.recoveries = Recorder(job, number=history.recoveries, view=history.view)
         self.newest, self.val_loss = history.row, history.val_loss
         self.scores: dict[str, MemberScore] = {}
+        self.pause_s = 0.0
         # The steps up to ``_complete_to``, and those in ``_beyond``, have their rows of metrics.
         self._complete_to, self._beyond = history.row.step if history.row else 0, set[int]()
         self._mean_ms, self._timed_steps = history.mean_step_ms, history.timed_steps
@@ -117,6 +119,8 @@ class JobRows:
         form_ms = message.values.get("form_ms")
         form_s = form_ms / 1e3 if form_ms is not None and math.isfinite(form_ms) and form_ms >= 0 else None
         ended = self.recoveries.committed(message.generation, message.step, now, form_s)
+        if ended is not None and ended.kind in ("held", "left"):
+            self.pause_s = sum(filter(None, (ended.agree_s, ended.form_s, ended.transfer_s, ended.commit_s)))
         return replace(ended, text=clip(ended.text), fetched_bytes=whole(ended.fetched_bytes)) if ended else None
 
     def add_step(self, message: StepMetrics, wall: float) -> MetricRow | None:

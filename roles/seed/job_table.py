@@ -1,8 +1,4 @@
-"""All jobs of a seed: made, found, forgotten, and given free workers.
-
-A free worker goes to the oldest job that wants it. If a job still lacks workers, a paused job yields its own as soon as
-its state is in a checkpoint.
-"""
+"""All jobs of a seed: made, found and forgotten. ``roles.seed.pool`` gives them workers."""
 
 from __future__ import annotations
 
@@ -17,7 +13,6 @@ from roles.seed.jobs import JobController, JobPorts
 from roles.seed.peers import ConnectedPeer, clip, did_you_mean
 from roles.seed.store import JobRecord, Records
 from wire.job_messages import Release
-from wire.messages import EventNotice
 from wire.records import JobInfo
 
 
@@ -50,7 +45,7 @@ class JobTable:
         text = f"job {record.name} ({record.id}) was created"
         self._ports.announcements.note("info", "job-created", text, job=record.id)
         self._touch(controller)
-        self.assign_workers()
+        self._ports.assign_workers()
 
     async def forget(self, controller: JobController) -> None:
         """Remove an ended job and its records. Its checkpoints stay on the workers' disks."""
@@ -104,34 +99,7 @@ class JobTable:
             peer.last_job = peer.hello.job
             is_over = controller is None or not controller.live
             peer.send(Release(peer.hello.job[:64], "the job is over" if is_over else "the job has other parts now"))
-        self.assign_workers()
-
-    def assign_workers(self) -> None:
-        """Give free workers to the oldest job that wants them. If a job still lacks some, paused jobs yield theirs."""
-        controllers = self.controllers.values()
-        for peer in self._ports.peers.connected.values():
-            if peer.job or not peer.trains:
-                continue
-            settled = (controller for controller in controllers if controller.census.settled.is_set())
-            taker = next((controller for controller in settled if not controller.core.refusal(peer.id)), None)
-            if taker is None:
-                self._notify_idle(peer)
-            else:
-                peer.job, peer.idle_reason = taker.id, ""
-                taker.post(co.PeerOffered(taker.offer_of(peer)))
-        waiting = [controller for controller in controllers if controller.core.phase is co.JobPhase.WAITING]
-        if any(controller.core.short for controller in waiting):
-            for controller in filter(self.may_yield, controllers):
-                controller.post(co.Signal.YIELD)
-        self._ports.announcements.touch("jobs", *(controller.id for controller in waiting))
-
-    def _notify_idle(self, peer: ConnectedPeer) -> None:
-        live = [(item.record.name, item.core.refusal(peer.id)) for item in self.controllers.values() if item.live]
-        reasons = (f"job {name} {refusal or 'is being restored'}" for name, refusal in live)
-        text = clip("idle: " + ("; ".join(reasons) or "`p2ptrain jobs create` starts a job"))
-        if text != peer.idle_reason:
-            peer.idle_reason = text
-            peer.send(EventNotice("info", "kept-out", text, ""))
+        self._ports.assign_workers()
 
     def may_yield(self, controller: JobController) -> bool:
         """Whether a paused job can release its workers, because its state is in a checkpoint on their disks."""

@@ -25,13 +25,14 @@ from roles.seed.jobs import JobController, JobPorts
 from roles.seed.links import Survey
 from roles.seed.overview import Overview
 from roles.seed.peers import NAME_CHARS, ConnectedPeer, clip, did_you_mean
+from roles.seed.pool import Pool, WorkersWanted
 from roles.seed.store import RECOVERIES_KEPT, Records
 from wire.client import answer_request
 from wire.connection import Connection
 from wire.enrol import RENEW
 from wire.messages import Request, Response
 from wire.records import LinkInfo, runs_of
-from wire.schema import Record
+from wire.schema import Record, instance_untrusted
 
 Params = dict[str, Any]
 Result = dict[str, Any]
@@ -141,10 +142,11 @@ class ClusterRequests:
         ports: JobPorts,
         jobs: JobTable,
         overview: Overview,
+        pool: Pool,
         enrolment: EnrolmentPolicy,
         drop_unwelcome: Callable[[], None],
     ) -> None:
-        self._ports, self._jobs, self._overview = ports, jobs, overview
+        self._ports, self._jobs, self._overview, self._pool = ports, jobs, overview, pool
         self._enrolment, self._drop_unwelcome = enrolment, drop_unwelcome
 
     def methods(self) -> dict[str, Method]:
@@ -153,6 +155,7 @@ class ClusterRequests:
             "cluster.watch_link": self._cluster_watch_link,
             "links.list": self._links_list,
             "peers.list": partial(self._list, "peers", newest_that_fit, self._overview.peer_infos),
+            "workers.list": self._workers_list,
             "peers.evict": self._peers_evict,
             "parts.list": partial(self._list, "parts", first_that_fit, self._overview.part_infos),
             "serving.list": partial(self._list, "serving", first_that_fit, self._overview.serving_infos),
@@ -209,6 +212,15 @@ class ClusterRequests:
     async def _list(self, name: str, choose: Choose, find: Find, params: Params, connection: Connection) -> Result:
         infos = find()
         return {name: choose(info.to_map() for info in infos), "total": len(infos)}
+
+    async def _workers_list(self, params: Params, connection: Connection) -> Result:
+        """The workers that a verifier may use for a split model, as ``peers.list`` lists them."""
+        connected = self._ports.peers.connected.values()
+        verifier = next((peer for peer in connected if peer.connection is connection), None)
+        if verifier is None:
+            raise Refused("unknown-method", "only a verifier asks for workers", remedy="see p2ptrain peers list")
+        workers = self._pool.take_demand(verifier, instance_untrusted(WorkersWanted, params, lenient=True))
+        return {"peers": first_that_fit(self._overview.peer_info(worker).to_map() for worker in workers)}
 
     async def _peers_evict(self, params: Params, connection: Connection) -> Result:
         peer_id, name = self._find_peer(params)

@@ -18,13 +18,15 @@ from roles.seed.events import Map, Subscription
 from roles.seed.job_table import JobTable
 from roles.seed.jobs import JobPorts
 from roles.seed.peers import NAME_CHARS, ConnectedPeer, clip, whole
+from roles.seed.pool import Pool
 from wire.address import format_address
 from wire.records import CheckpointInfo, ClusterInfo, JobInfo, PartInfo, PeerInfo, ServingInfo
 
 LOST_SHOWN_S = 60.0
 """How long people see a lost peer."""
 _STATES = frozenset({
-    "joining", "idle", "building", "waiting", "healing", "following", "training", "held", "failed", "leaving", "serving"
+    "joining", "idle", "building", "waiting", "healing", "following", "training", "held", "failed", "leaving",
+    "serving", "drafting",
 })  # fmt: skip
 """Valid values of ``Heartbeat.state``."""
 _FIGURES = ("in_bps", "out_bps", "tokens_per_s", "staleness")
@@ -50,20 +52,22 @@ class Overview:
     """Makes the records that people see. ``address``: of the seed, for other machines. ``watch_link``: opens its web
     page on other machines, with the key of those who only look, a secret; empty: it has none for them."""
 
-    def __init__(self, identity: SeedIdentity, ports: JobPorts, jobs: JobTable) -> None:
+    def __init__(self, identity: SeedIdentity, ports: JobPorts, jobs: JobTable, pool: Pool) -> None:
         self.address = self.watch_link = ""
         self._identity, self._started_at = identity, ports.clock.wall()
         self._ports, self._peers, self._jobs = ports, ports.peers, jobs
+        self._pool = pool
 
     def cluster_info(self) -> ClusterInfo:
         identity, peers, jobs = self._identity, len(self._peers.connected), len(self._jobs.controllers)
-        return ClusterInfo(identity.cluster_id, identity.name, __version__, self.address, self._started_at, peers, jobs)
+        about, pool = (identity.cluster_id, identity.name, __version__, self.address, self._started_at), self._pool
+        return ClusterInfo(*about, peers, jobs, pool.policy, pool.moved)
 
     def job_infos(self) -> list[JobInfo]:
         return [self._jobs.info(controller) for controller in self._jobs.controllers.values()]
 
     def peer_infos(self) -> list[PeerInfo]:
-        return [self._peer_info(peer) for peer in [*self._peers.connected.values(), *self._peers.lost.values()]]
+        return [self.peer_info(peer) for peer in [*self._peers.connected.values(), *self._peers.lost.values()]]
 
     def serving_infos(self) -> list[ServingInfo]:
         found = [info for peer in self._peers.connected.values() for info in peer.serving.values()]
@@ -76,7 +80,7 @@ class Overview:
     def checkpoint_infos(self) -> list[CheckpointInfo]:
         return list(self._ports.checkpoints.known.values())
 
-    def _peer_info(self, peer: ConnectedPeer) -> PeerInfo:
+    def peer_info(self, peer: ConnectedPeer) -> PeerInfo:
         """A peer, with its place in its job. A stage has the share of its replica's first member."""
         controllers, is_lost = self._jobs.controllers, peer.lost_at is not None
         controller = controllers.get(peer.job)
@@ -100,6 +104,8 @@ class Overview:
         else:
             state = state if state in _STATES else "idle"
             state = {("paused", "held"): "paused", ("saving", "idle"): "held"}.get((job_state, state), state)
+            kind = peer.task.partition("/")[0] if state == "idle" else ""
+            state = {"serve": "serving", "draft": "drafting"}.get(kind, state)
         return PeerInfo(
             id=peer.id,
             name=peer.name,
@@ -150,7 +156,7 @@ class Overview:
             return self.cluster_info().to_map()
         if topic == "peers":
             peer = self._peers.connected.get(item_id) or self._peers.lost.get(item_id)
-            return self._peer_info(peer).to_map() if peer else None
+            return self.peer_info(peer).to_map() if peer else None
         if topic == "jobs":
             controller = self._jobs.controllers.get(item_id)
             return self._jobs.info(controller).to_map() if controller else None

@@ -52,6 +52,7 @@ class ConnectedPeer:
 
     Attributes:
         job: id of the job that it is assigned to; empty while it is free.
+        task: another task that it has in the pool (``roles.seed.pool``); empty without one.
         last_job: id of its job before. Reports that the peer stored without a connection arrive late.
         rows: steps of its job of which it has ledger rows, as last reported; None before its first report.
         newest_fetch: its newest report with status ``following``; None before the first.
@@ -70,6 +71,7 @@ class ConnectedPeer:
     joined_at: float
     detector: FailureDetector
     job: str = ""
+    task: str = ""
     last_job: str = ""
     lost_at: float | None = None
     end: str = "lost"
@@ -100,6 +102,22 @@ class ConnectedPeer:
     @property
     def trains(self) -> bool:
         return self.role == "worker"
+
+    @property
+    def allowed(self) -> frozenset[str]:
+        """Kinds of tasks that its owner allows: ``train``, ``serve``, ``draft``."""
+        return frozenset(str(self.hello.capabilities.get("allow", "train,serve")).split(","))
+
+    @property
+    def draft_tokenizer(self) -> str:
+        """Digest of the tokenizer of a worker's draft model; empty: it has none."""
+        return str(self.hello.capabilities.get("draft_tokenizer", ""))
+
+    @property
+    def weight(self) -> float:
+        """How much a verifier's models matter beside jobs (``job.weight``)."""
+        weight = self.hello.capabilities.get("weight", 1.0)
+        return min(max(weight, 1e-3), 1e3) if isinstance(weight, float) and math.isfinite(weight) else 1.0
 
     def release(self) -> None:
         self.last_job, self.job, self.rows = self.job, "", None
@@ -147,7 +165,7 @@ class ConnectedPeer:
         return await self.calls.ask(self.connection.send, method, params, whom=self.name, timeout_s=timeout_s)
 
     def lost(self, now: float, end: str) -> None:
-        self.lost_at, self.end, self.job = now, end, ""
+        self.lost_at, self.end, self.job, self.task = now, end, "", ""
         self.speed_reported.set()
         self.calls.fail_all(self.name)
 
@@ -294,7 +312,7 @@ def part_infos_of(peer_id: str, peer_name: str, message: PartsHeld) -> dict[str,
     return infos
 
 
-ASKED_BY = {"verifier": {"peers.list", "parts.list", "checkpoints.list", "serving.list", RENEW}}
+ASKED_BY = {"verifier": {"workers.list", "peers.list", "parts.list", "checkpoints.list", "serving.list", RENEW}}
 """Role → requests over its link. A verifier may look for workers as an operator does, but change nothing. Others may
 only renew their certificate."""
 
@@ -317,7 +335,7 @@ class Services:
             id=f"{peer.id}/{fields['model']}",
             peer=peer.id,
             name=clip(peer.name, NAME_CHARS),
-            role=peer.role,
+            role="drafter" if peer.trains else peer.role,
             host=peer.host,
             port=peer.port,
             **fields,
@@ -332,8 +350,11 @@ class Services:
             self._touch(info.id)
         if before is None:
             self._warn_of_other_tokenizers(info)
-            if peer.role == "drafter":
+            if info.role == "drafter":
                 self._send_drafters(self._peers.values())
+
+    def models(self) -> list[ServingInfo]:
+        return [info for peer in self._peers.values() for info in peer.serving.values()]
 
     def _warn_of_other_tokenizers(self, new: ServingInfo) -> None:
         """Warn drafters whose tokenizer differs from a verifier's. That verifier does not dial them."""
@@ -350,20 +371,19 @@ class Services:
         serving, peer.serving = peer.serving, {}
         if serving:
             self._touch(*(info.id for info in serving.values()))
-            if peer.role == "drafter":
+            if any(info.role == "drafter" for info in serving.values()):
                 self._send_drafters(self._peers.values())
 
     def _send_drafters(self, peers: Iterable[ConnectedPeer]) -> None:
         """Send the list of drafters to the verifiers among ``peers``. If it is too long, those that joined first stay
         in it."""
-        drafters = [peer for peer in self._peers.values() if peer.role == "drafter"]
-        drafters.sort(key=lambda drafter: drafter.joined_at)
-        infos = [info for drafter in drafters for info in drafter.serving.values()][:MAX_DRAFTERS]
+        infos = [info for info in self.models() if info.role == "drafter"]
+        infos = sorted(infos, key=lambda info: self._peers[info.peer].joined_at)[:MAX_DRAFTERS]
         for peer in peers:
             if peer.role == "verifier":
                 listed = [
                     DrafterAddress(info.peer, info.name, host_dialled_from(peer.host, info.host), info.port, info.model,
-                              info.vocab_size, info.tokenizer)
+                              info.vocab_size, info.tokenizer, self._peers[info.peer].role)
                     for info in infos
                 ]  # fmt: skip
                 peer.send(DrafterList(listed))

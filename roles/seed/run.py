@@ -28,6 +28,7 @@ from p2ptrain.core.disk import Disk, write_atomic
 from p2ptrain.core.errors import P2PTrainError, StorageError, UserError, first_error
 from p2ptrain.core.world import Clock, World
 from ring.coordination import ENDED
+from ring.planning.matching import POLICIES
 from roles.seed.authority import Authority, keep_files
 from roles.seed.overview import SeedIdentity
 from roles.seed.peers import NAME_CHARS
@@ -214,6 +215,7 @@ async def serving_seed(
     backup_dir: Path | None = None,
     tracker_environ: Mapping[str, str] | None = None,
     on_alarm: Callable[[str], None] = lambda text: None,
+    policy: str = POLICIES[0],
 ) -> AsyncIterator[ListeningSeed]:
     """Run a seed for the block. At the end it tells its peers, writes what is left, and ends within about a second.
 
@@ -223,6 +225,7 @@ async def serving_seed(
         backup_dir: where a backup is kept up to date; None for no backup.
         tracker_environ: the environment for ``[track]``, with its keys; None: no job is tracked.
         on_alarm: called with what the person at this machine has to know at once.
+        policy: by which the pool gives workers their tasks.
 
     Raises:
         UserError: the address or the directory is in use.
@@ -259,6 +262,7 @@ async def serving_seed(
             request_backup=backup_requested.set,
             on_alarm=on_alarm,
             check_profile=partial(check_trackers, environ) if tracker_environ is not None else lambda profile: None,
+            policy=policy,
         )
         await seed.load()
         note, last_writes = seed.announcements.note, list[Callable[[], Awaitable[None]]]()

@@ -41,6 +41,7 @@ from roles.seed.peers import (
     send_if_open,
     send_last_word,
 )
+from roles.seed.pool import Pool
 from roles.seed.store import SeedStore
 from wire.address import dialable_host, format_address
 from wire.chain_messages import PartsHeld
@@ -85,6 +86,7 @@ class Seed:
         request_backup: asks for a backup of the store soon.
         on_alarm: called with what the person at this machine has to know at once.
         check_profile: raises ``Refused`` if the seed cannot run a new job with this profile.
+        policy: as of ``Pool``.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Seed:
         request_backup: Callable[[], None],
         on_alarm: Callable[[str], None],
         check_profile: Callable[[Profile], None],
+        policy: str,
     ) -> None:
         clock = world.clock
         self.world, self.store = world, store
@@ -118,17 +121,18 @@ class Seed:
             self.checkpoints,
             identity.minted_below,
             request_backup,
-            assign_workers=lambda: self.jobs.assign_workers(),
+            assign_workers=lambda: self.pool.assign(),
             take_early_messages=self._take_early_messages,
             new_id=world.new_id,
             probe=world.probe,
         )
         self.jobs = JobTable(ports)
         self.services = Services(self.peers.connected, partial(self.announcements.touch, "serving"))
-        self.overview = Overview(identity, ports, self.jobs)
+        self.pool = Pool(ports, self.jobs, self.services, policy)
+        self.overview = Overview(identity, ports, self.jobs, self.pool)
         self.gate = EnrolmentPolicy(authority, world, ticket_host, self.announcements.note)
         self.acceptor = Acceptor(identity, world, self.gate, self.peers)
-        cluster = ClusterRequests(ports, self.jobs, self.overview, self.gate, self._drop_unwelcome)
+        cluster = ClusterRequests(ports, self.jobs, self.overview, self.pool, self.gate, self._drop_unwelcome)
         jobs = JobRequests(self.jobs, ports, self.acceptor.operators, check_profile)
         self.operator_api = OperatorApi(cluster.methods() | jobs.methods(), cluster.watch)
 
@@ -145,6 +149,7 @@ class Seed:
         self.jobs.start(tasks)
         tasks.create_task(self.store.run(), name="store")
         tasks.create_task(self.overview.run(), name="ages")
+        tasks.create_task(self.pool.run(), name="pool")
 
     def address_to_dial(self, address: tuple[str, int]) -> str:
         """The address for other machines of a seed that listens on ``address``."""
@@ -281,8 +286,10 @@ class Seed:
                 peer.send(Response(message.id, {}, "unknown-method", text))
             case Request():
                 peer.send(await self.operator_api.answer(message, peer.connection))
-            case Serving() if peer.role in ("verifier", "drafter"):
+            case Serving() if peer.role in ("verifier", "drafter") or peer.task.startswith("draft/"):
                 self.services.reported(peer, message)
+            case Serving() if peer.trains and "draft" in peer.allowed:
+                pass  # its drafts were ended meanwhile
             case _ if peer.trains:
                 await self._handle_of_worker(peer, controller, message)
             case _:
@@ -307,7 +314,7 @@ class Seed:
     def _take_early_messages(self, job: str) -> None:
         assert self._tasks is not None
         start_in(self._tasks, self._catch_up(self.jobs.controllers[job]), "early messages")
-        self.jobs.assign_workers()
+        self.pool.assign()
 
     async def _catch_up(self, controller: JobController) -> None:
         early = controller.census.early_messages

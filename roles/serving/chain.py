@@ -7,7 +7,7 @@ stage's layers. ``PoolUpdater`` brings workers that come later into the pool of 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -206,6 +206,14 @@ class StageChain:
         for index, seat in enumerate(self.seats):
             if seat is None:
                 self._fill_later(index)
+
+    def hand_over(self, workers: Collection[str]) -> None:
+        """Have one stage that is not held by one of these workers move to one of them, if one has none."""
+        holders = {seat.peer.worker.peer_id: index for index, seat in enumerate(self.seats) if seat is not None}
+        spares = {spare.id for spare in self.plan.spares if spare.id in workers} - self._useless - holders.keys()
+        leaving = [index for peer_id, index in holders.items() if peer_id not in workers]
+        if leaving and spares and not self._filling:
+            self._vacate(leaving[0], "its worker got another task")
 
     async def close(self) -> None:
         self._closed = True
@@ -410,10 +418,11 @@ class PoolUpdater:
 
     Args:
         ask: sends a request to the seed. While it fails only lost workers are dialled again.
+        wanted: as of ``workers_of``.
     """
 
-    def __init__(self, chain: StageChain, ask: SeedRequest) -> None:
-        self._chain, self._pool, self._ask_seed = chain, chain.pool, ask
+    def __init__(self, chain: StageChain, ask: SeedRequest, wanted: dict[str, Any]) -> None:
+        self._chain, self._pool, self._ask_seed, self._wanted = chain, chain.pool, ask, wanted
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._tasks = Background()
 
@@ -429,8 +438,10 @@ class PoolUpdater:
 
     async def _candidates(self) -> list[WorkerAddress]:
         peers = self._pool.peers
+        holders = {seat.peer.worker.peer_id for seat in self._chain.seats if seat is not None}
         try:
-            listed = await workers_of(self._ask_seed)
+            listed = await workers_of(self._ask_seed, self._wanted | {"holders": sorted(holders)})
+            self._chain.hand_over({worker.peer_id for worker in listed})
         except P2PTrainError:  # the seed is away: dial the lost workers again
             listed = [peer.worker for peer in peers.values()]
         found = [at for at in listed if (peer := peers.get(at.peer_id)) is None or peer.lost]

@@ -105,9 +105,12 @@ async def _disk(context: ClientContext) -> AsyncIterator[Thread]:
         thread.close()
 
 
-async def workers_of(ask: SeedRequest) -> list[WorkerAddress]:
-    """The workers that the seed reports as reachable. Raises what ``ask`` raises."""
-    answer = await ask("peers.list", {})
+async def workers_of(ask: SeedRequest, wanted: dict[str, Any] | None = None) -> list[WorkerAddress]:
+    """The workers that the seed reports as reachable. Raises what ``ask`` raises.
+
+    ``wanted``: of a verifier, what it needs (``roles.seed.pool.WorkersWanted``); then those that it may use.
+    """
+    answer = await (ask("peers.list", {}) if wanted is None else ask("workers.list", wanted))
     peers = answer.get("peers")
     if not isinstance(peers, list):
         raise ProtocolError("the seed answered peers.list without a list of peers")

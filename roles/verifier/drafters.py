@@ -145,7 +145,7 @@ class DrafterLink:
     async def _receive(self) -> None:
         """Connect, and receive until the connection ends. Raises ``P2PTrainError``: the reason."""
         context, at = self._context, self.at
-        connection = await context.dial(at, "draft", role="drafter")
+        connection = await context.dial(at, "draft", role=at.role)
         line = self.line = Line(connection, QUIET_S, beat_s=context.silence_s / 4)
         self._last_stream = 0
         pinging = asyncio.create_task(self._measure(line), name=f"measure {at.name}")

@@ -5,6 +5,7 @@
 - It accepts connections on one port. The ``Hello``'s purpose says what the caller wants: a place beside this worker in
   a ring (``ring``), a link measurement (``probe``), the state of the job (``heal``), checkpoint files (``files``), or
   something of a split model (``roles.worker.stages``).
+- While no job needs it, the seed may have it draft for verifiers, with its owner's draft model.
 - To leave, it waits for a step boundary for a moment, and saves a state that no other worker keeps.
 """
 
@@ -36,6 +37,7 @@ from roles.strategies.strategy import Factory
 from roles.worker.checkpoint_assembler import FileSender, checkpoints_dir
 from roles.worker.checkpoint_store import CheckpointFiles, lineage_of
 from roles.worker.context import BeatTimes, BuildEngine, Context
+from roles.worker.drafts import OpenDrafter, WorkerDrafts
 from roles.worker.job_state import JobFiles, RestorePoint
 from roles.worker.links import Prober, ProbeResponder
 from roles.worker.runner import JobRunner
@@ -59,6 +61,7 @@ from wire.job_messages import (
 )
 from wire.messages import Heartbeat, Hello, Message, RefusalCode, Refuse, Request, Scalar, Welcome
 from wire.schema import Count, Id, instance_untrusted
+from wire.text_messages import DraftOrder
 
 SAVE_S = 60.0  # how long a leaving worker may take to save a state that no other worker keeps
 LEAVE_S = 1.2  # how long a leaving worker waits for the step boundary; with closing, Ctrl+C takes less than 2 s
@@ -89,7 +92,8 @@ class Worker(MemberProcess):
     Args:
         build_engine, strategies, on_step, build_progress: as in ``Context``. inputs_dir: so, too; None: a worker's own.
         warm_up: blocking, called first on the compute thread, while the seed is dialled.
-        holding: what is needed to hold parts of split models; None if this worker holds none.
+        holding: what is needed to measure its speed, and to hold parts of split models; None for neither.
+        open_drafter: None: it has no draft model.
     """
 
     def __init__(
@@ -107,8 +111,10 @@ class Worker(MemberProcess):
         strategies: Callable[[Profile], Factory] = strategy_of,
         build_progress: Callable[[], str] = str,
         inputs_dir: Callable[[], Path] | None = None,
+        open_drafter: OpenDrafter | None = None,
     ) -> None:
         super().__init__(world, identity, options, notify=notify, membership=membership)
+        self._drafting = WorkerDrafts(open_drafter, self._link.send, self.notify)
         self._warm_up = warm_up
         self._probe_responder = ProbeResponder()
         self._file_sender = FileSender(world.disk, self._disk, identity.directory / JOBS, self._wait_for_save)
@@ -139,7 +145,7 @@ class Worker(MemberProcess):
         self._stages: Stages | None = None
         self._measure_flops = holding.compute_flops if holding is not None else None
         self._compute_flops: float | None = None  # None: not measured yet; 0: it cannot be measured
-        if holding is not None:
+        if holding is not None and self._may("serve"):
             limit_bytes = holding.limit_bytes
             self._stages = Stages(
                 self._context,
@@ -154,6 +160,7 @@ class Worker(MemberProcess):
         try:
             await super().run(stop)
         finally:
+            await self._drafting.end()
             if self._stages is not None:
                 self._stages.close()
             self._context.compute.close()
@@ -201,7 +208,8 @@ class Worker(MemberProcess):
         stats["sent_bytes"] = float(sent_bytes)
         if runner is None:
             serves = self._stages is not None and self._stages.requests.sessions
-            return Heartbeat(0, 0, 0, "serving" if serves else "idle", stats)
+            state = "drafting" if self._drafting.server is not None else "serving" if serves else "idle"
+            return Heartbeat(0, 0, 0, state, stats)
         stats["tokens_per_s"] = self.gauges.rate("tokens", runner.state.tokens)
         stats.update(runner.state.reports.clock.last_ms)
         stats.update(runner.activity_runner.contribution_stats())
@@ -212,6 +220,7 @@ class Worker(MemberProcess):
 
     def _on_welcome(self, welcome: Welcome) -> None:
         self._beats = BeatTimes(welcome.heartbeat_s, welcome.death_s)
+        self._drafting.order("")  # a seed that was away orders anew
         if self._stages is not None:
             self._stages.report_anew()
         if (runner := self._runner) is None:
@@ -226,6 +235,8 @@ class Worker(MemberProcess):
         match message:
             case Assign():
                 self._on_assign(message)
+            case DraftOrder(model):
+                self._drafting.order(model)
             case Request():
                 self._tasks.create_task(self._answer(message), name=f"answer {message.method}")
             case ViewAnnounced() | Hold() | SaveNow() | CatchUp() | Release():
@@ -249,6 +260,10 @@ class Worker(MemberProcess):
                 runner.state.reports.tell_rows()
                 self._release_runner(runner)
 
+    def _may(self, kind: str) -> bool:
+        """Whether its owner allows this kind of task."""
+        return kind in str(self._options.capabilities.get("allow", "train,serve")).split(",")
+
     def _find_runner(self, job: str) -> JobRunner | None:
         return self._runner if self._job_id() == job else None
 
@@ -263,6 +278,10 @@ class Worker(MemberProcess):
         stage = Stage(message.stage, message.stages)
         restore = RestorePoint(message.restore_step, message.holders, message.lineage)
         runner = self._runner
+        if not self._may("train"):
+            self._link.send(Report(message.job, 0, "failed", 0, 0, "", reason="its owner lets it train no job"))
+            return
+        self._drafting.order("")
         if runner is not None and (runner.job, runner.stage) == (message.job, stage):
             if message.restore_step >= 0:
                 runner.restore(restore)
@@ -364,6 +383,8 @@ class Worker(MemberProcess):
                 return Refuse("not-here", "this worker is not on that job")
             case purpose if self._stages is not None and purpose in PURPOSES:
                 return self._stages.decide(hello)
+            case "draft" if self._drafting.server is not None:
+                return self._drafting.server.decide(hello)
         text = f"this is a worker: it accepts no connection for {hello.purpose[:40]!r}"
         return Refuse(RefusalCode.ROLE, text, "use the seed's address")
 
@@ -388,6 +409,8 @@ class Worker(MemberProcess):
                 await runner.state.inputs.serve(connection, hello)
             case purpose if self._stages is not None and purpose in PURPOSES:
                 await self._stages.serve(connection, hello)
+            case "draft" if (drafts := self._drafting.server) is not None:
+                await drafts.serve(connection, hello)
 
     # -------------------------------------------------------------------------------------------------------- leaving
 

@@ -22,6 +22,7 @@ from p2ptrain.cluster.access import usual_host
 from p2ptrain.cluster.console import Console
 from p2ptrain.cluster.island import IslandOptions
 from p2ptrain.core.errors import ResourceError, Unreachable, UserError
+from p2ptrain.core.hours import OpenHours
 from wire.connection import Connection
 from wire.handshake import local_welcome, serve
 from wire.messages import Hello, Welcome
@@ -70,6 +71,11 @@ def test_a_member_listens_where_its_seed_can_reach_it(seed: str, host: str) -> N
     assert usual_host(seed) == host
 
 
+def test_worker_that_may_draft_has_a_model(command: Command, begun: list[JoinOptions], model: Path) -> None:
+    assert command("join", "--allow", "train, draft", "--model", model, "--hours", "22-8").code == 0
+    assert (begun[0].allowed, begun[0].models) == ({"train", "draft"}, [str(model)])
+
+
 def test_a_verifier_and_its_options(command: Command, begun: list[JoinOptions], model: Path) -> None:
     outcome = command("join", "10.0.0.7", "--role", "verifier", "--model", model, "--sessions", "3", "--memory", "1G")
     assert (outcome.code, outcome.err) == (0, "")
@@ -98,6 +104,10 @@ def test_a_verifier_and_its_options(command: Command, begun: list[JoinOptions], 
         (["--role", "drafter", "--model", "nowhere"], "nowhere is not a directory", "checkpoints list"),
         (["--model", "x"], "--model is not for a worker", "--role drafter, or verifier"),
         (["--sessions", "2"], "--sessions is not for a worker", "--role drafter, or verifier"),
+        (["--allow", "train,pray"], "--allow pray is not a valid value", "use train, serve, draft"),
+        (["--allow", "train,draft"], "a worker drafts with one model", "--model"),
+        (["--weight", "2"], "--weight is not for a worker", "--role verifier"),
+        (["--hours", "8"], "--hours 8 are no hours", "such as 22-8"),
         (["--dtype", "fp32"], "--dtype is not for a worker", "--role drafter, or verifier"),
         (["--role", "verifier", "--model", "x", "--dtype", "int8"], "--dtype int8 is not", "fp32, bf16, fp16"),
         (["--http", "127.0.0.1:8000"], "--http is not for a worker", "--role verifier"),
@@ -190,6 +200,36 @@ async def test_it_waits_for_a_seed_that_is_not_there_yet(
         await server.close()
     assert made[0].access.port == port
     assert f"joins 127.0.0.1:{port}\n" in capsys.readouterr().err
+
+
+async def test_it_takes_part_in_its_hours_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_open, runs = False, asyncio.Queue[str]()
+    monkeypatch.setattr(OpenHours, "until_change_s", lambda self, wall: (is_open, 0.01))
+
+    async def running(stop: asyncio.Event) -> None:
+        assert is_open
+        runs.put_nowait("joined")
+        await stop.wait()
+        runs.put_nowait("left")
+
+    async def decide(hello: Hello, connection: Connection) -> Welcome:
+        return local_welcome(peer_id="seed", name="seed", wall=0.0)
+
+    async def hang_up(connection: Connection, hello: Hello) -> None:
+        pass
+
+    server = await serve(TcpNetwork(), "127.0.0.1", 0, decide=decide, serve=hang_up, on_problem=lambda *_: None)
+    of = JoinOptions(f"127.0.0.1:{server.address[1]}", state=tmp_path, hours="22-8")
+    async with asyncio.timeout(10):
+        staying = asyncio.create_task(joining.run_member(of, lambda context: running))
+        for _ in range(2):
+            is_open = True
+            assert await runs.get() == "joined"
+            is_open = False
+            assert await runs.get() == "left"
+    staying.cancel()
+    await asyncio.gather(staying, return_exceptions=True)
+    await server.close()
 
 
 def test_progress_is_rewritten_on_a_terminal_and_rarer_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from p2ptrain.core.world import Network
 from wire.connection import Connection
 from wire.handshake import PeerServer, dial, local_hello, local_welcome, serve
 from wire.job_messages import Assign, Hold, Report, ViewAnnounced
-from wire.messages import EventNotice, Heartbeat, HeartbeatAck, Hello, Message, Welcome
+from wire.messages import EventNotice, Heartbeat, HeartbeatAck, Hello, Message, Scalar, Welcome
 
 HOST, DEADLINE_S = "127.0.0.1", 10.0
 M = TypeVar("M", bound=Message)
@@ -42,10 +42,12 @@ class ScriptedPeer:
 
         self.server = await serve(self.network, HOST, 0, decide=decide, serve=hang_up, on_problem=ignore_problem)
 
-    async def join(self, *, name: str = "", port: int | None = None, job: str = "", generation: int = 0) -> None:
+    async def join(self, *, name: str = "", port: int | None = None, job: str = "", generation: int = 0,
+                   capabilities: dict[str, Scalar] | None = None) -> None:  # fmt: skip
         port = self.server.address[1] if port is None else port
+        about = {"device": "cpu"} | (capabilities or {})
         hello = local_hello(peer_id=self.id, name=name or f"name-{self.id}", roles=self.roles, purpose="peer", job=job,
-                            generation=generation, port=port, capabilities={"device": "cpu"})  # fmt: skip
+                            generation=generation, port=port, capabilities=about)  # fmt: skip
         self.connection, self.welcome = await dial(self.network, *self.seed, hello, timeout_s=DEADLINE_S)
 
     def say(self, message: Message) -> None:

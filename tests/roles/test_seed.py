@@ -105,8 +105,8 @@ class Bench:
         self._task.cancel()
         await asyncio.wait({self._task})
 
-    async def worker(self, peer_id: str, **more: Any) -> ScriptedPeer:
-        worker = ScriptedPeer(self.network, self.address, peer_id)
+    async def worker(self, peer_id: str, role: str = "worker", **more: Any) -> ScriptedPeer:
+        worker = ScriptedPeer(self.network, self.address, peer_id, (role,))
         self._workers.append(worker)
         await worker.listen()
         await worker.join(**more)

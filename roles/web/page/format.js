@@ -70,7 +70,7 @@ export function clock(wall) {
 
 // Colour role → state → symbol. Colour alone carries no meaning: the state's name stands beside it.
 const LOOKS = {
-  good: { training: "●", serving: "◆", running: "▶", done: "✓" },
+  good: { training: "●", serving: "◆", drafting: "◈", running: "▶", done: "✓" },
   busy: { healing: "✚", following: "◑", building: "◔", joining: "◌", forming: "◔" },
   calm: { waiting: "○", queued: "○" },
   dim: { idle: "·", left: "–", cancelled: "–", info: "·" },

@@ -43,9 +43,11 @@ class Seed:
     here: dict[str, int] = field(default_factory=lambda: dict.fromkeys(THREE, PORT))
     away: bool = False
     asked: int = 0
+    holders: list[str] = field(default_factory=list)
 
     async def ask(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
-        assert method == "peers.list"
+        assert method == "workers.list"
+        self.holders = params["holders"]
         self.asked += 1
         if self.away:
             raise ConnectionLost("the seed is away")
@@ -59,7 +61,7 @@ def _record(name: str, port: int) -> PeerInfo:
 @asynccontextmanager
 async def recruited(scene: Scene, seed: Seed) -> AsyncIterator[StageChain]:
     async with scene.chain() as chain:
-        task = asyncio.create_task(PoolUpdater(chain, seed.ask).run())
+        task = asyncio.create_task(PoolUpdater(chain, seed.ask, {"model": "test", "weights_bytes": 1}).run())
         try:
             yield chain
         finally:
@@ -169,4 +171,24 @@ async def test_a_recruit_takes_a_stage_that_is_lost_at_the_same_moment(scene: Sc
                 scene.kill("w1")
 
         await write(chain, 30, replace)
+        assert not told(scene, "stage-lacking")
+
+
+async def test_stage_moves_to_a_worker_that_has_no_other_task(scene: Scene) -> None:
+    seed = Seed()
+    async with recruited(scene, seed) as chain:
+        del seed.here["w1"]  # a job has it now, and no other worker is there: it holds its stage all the same
+        await write(chain)
+        await asyncio.sleep(5)  # virtual
+        assert seed.holders == ["w0", "w1", "w2"]
+
+        async def come(tokens: int) -> None:
+            if tokens == 4:
+                await start(scene, "w9")
+                seed.here["w9"] = PORT
+                await asyncio.sleep(5)  # virtual
+
+        await write(chain, 30, come)
+        await asyncio.sleep(5)  # virtual
+        assert seed.holders == ["w0", "w2", "w9"]
         assert not told(scene, "stage-lacking")
