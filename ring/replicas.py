@@ -7,6 +7,7 @@ part. With one part it is one worker, and every state that a worker holds is a s
 from __future__ import annotations
 
 import math
+import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,10 +24,11 @@ from ring.coordination import (
     Roster,
     holds,
 )
-from ring.planning.measurements import LinkQuality, Links, known_link
+from ring.planning.measurements import LinkQuality, Links, both_ways, known_link
 from ring.planning.ring_plan import RingOptions, RingPlan, plan_ring
 from ring.token import balance_counts, by_size
 from ring.view import View
+from wire.codec import MAX_BODY_BYTES
 from wire.frame import CONTROL_FRAME_BYTES
 from wire.job_messages import MemberRecord
 
@@ -240,22 +242,23 @@ def replicas_of(
     def preference(peer_id: str) -> tuple[bool, bool, str]:
         return peer_id not in healthy, peer_id not in survivors, peer_id
 
-    def record_bytes(peer_id: str) -> int:
-        peer = roster.peers[peer_id].peer
-        return sum(len(text.encode()) for text in (peer.peer_id, peer.name, peer.host)) + 64
-
     formed = list(zip(*(sorted(reports, key=preference) for reports in roster.by_part(ready)), strict=False))[:limit]
-    sizes_bytes = accumulate(sum(map(record_bytes, replica)) for replica in formed)
-    most_bytes = CONTROL_FRAME_BYTES - 4096  # leaves room for the other fields of ``ViewAnnounced``
-    fit = zip(formed, sizes_bytes, strict=True)
-    return {replica[0]: replica for replica, size_bytes in fit if size_bytes <= most_bytes}
+    peers = [roster.peers[peer_id].peer for replica in formed for peer_id in replica]
+    texts = "".join(text for peer in peers for text in (peer.peer_id, peer.name, peer.host)).encode()
+    # About 20 bytes of a member are not text, and 64 before the view is compressed. 4096: for its other fields.
+    packed_bytes, plain_bytes = len(zlib.compress(texts, 1)) + 24 * len(peers), len(texts) + 64 * len(peers)
+    share = min((CONTROL_FRAME_BYTES - 4096) / max(packed_bytes, 1), (MAX_BODY_BYTES - 4096) / max(plain_bytes, 1), 1)
+    return {replica[0]: replica for replica in formed[: int(share * len(formed))]}
 
 
 def between_replicas(links: Links, replicas: Sequence[tuple[str, ...]]) -> Links:
     """The links between replicas by the ids of their first workers: the slowest one from a replica to its right
     neighbour, of each part's ring, and from the last part to the first. Pairs with an unknown link are left out."""
     found: dict[tuple[str, str], LinkQuality] = {}
-    for left, right in permutations(replicas, 2) if links else ():
+    replica_of = {peer_id: replica for replica in replicas for peer_id in replica}
+    among = (pair for pair in both_ways(links) if replica_of.keys() >= set(pair))
+    pairs = dict.fromkeys((replica_of[sender], replica_of[receiver]) for sender, receiver in among)
+    for left, right in ((left, right) for left, right in pairs if left is not right):
         ways = [known_link(links, *pair) for pair in (*zip(left, right, strict=True), (left[-1], right[0]))]
         known = [way for way in ways if way is not None]
         if len(known) == len(ways):
@@ -281,7 +284,7 @@ class RingPlanner:
         """Plan the ring of the replicas ``formed``, by their first workers."""
         apart = frozenset(
             (left[0], right[0])
-            for left, right in permutations(formed.values(), 2)
+            for left, right in (permutations(formed.values(), 2) if self.undialled else ())
             if not self.undialled.isdisjoint(zip(left, right, strict=True))
         )
         links = between_replicas(self.measured.links, list(formed.values()))

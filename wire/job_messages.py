@@ -172,7 +172,7 @@ class JobMembers(Declared):
     members: Annotated[list[MemberRecord], Bound(0, MAX_SENDERS)]
 
 
-class ViewAnnounced(Message, kind=20):
+class ViewAnnounced(Message, kind=20, long=True):
     """Seed to members: the membership from now on. It is stored before it is sent. Member to a restored seed: its view.
 
     Attributes:

@@ -42,16 +42,18 @@ class Message(Declared):
     """Base of all messages. ``KIND`` is the frame kind, unique per class; 1 to 15 belong to the handshake.
 
     If ``KEYED`` is false, the body is the values of the fields in order, without a map. All are numbers but the last,
-    which is bytes and takes the rest of the body. Frequent messages use it to save space.
+    which is bytes and takes the rest of the body. Frequent messages use it to save space. If ``LONG`` is true, the body
+    may be compressed (``wire.codec``).
     """
 
     KIND: ClassVar[int]
     KEYED: ClassVar[bool] = True
+    LONG: ClassVar[bool] = False
 
-    def __init_subclass__(cls, *, kind: int = 0, keyed: bool = True) -> None:
+    def __init_subclass__(cls, *, kind: int = 0, keyed: bool = True, long: bool = False) -> None:
         super().__init_subclass__()
         if kind:  # else it is that of the base
-            cls.KIND, cls.KEYED = kind, keyed
+            cls.KIND, cls.KEYED, cls.LONG = kind, keyed, long
 
 
 # ---------------------------------------------------------------------------------------------------------- handshake

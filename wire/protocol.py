@@ -23,13 +23,15 @@ Version {PROTOCOL_VERSION}. This page is made from the declarations in `wire/`; 
 
 A frame is its length (4 bytes, big-endian; of all that follows), kind (1), flags (1, which is 0), length of the msgpack
 part (2), generation (8), stream (4), then a msgpack map of a message's fields, or a raw payload (kind {BULK_KIND}) as
-long as its receiver planned. Frames of an old generation are dropped.
+long as its receiver planned. Frames of an old generation are dropped. A view of {codec.COMPRESS_FROM_BYTES} bytes or
+more travels as the byte c1 and its map, compressed by zlib.
 
 | bound | |
 |---|---|
 | a frame before the handshake ended | {frame.HANDSHAKE_FRAME_BYTES} bytes, lists of {codec.MAX_HANDSHAKE_ITEMS} items |
 | the handshake | {HANDSHAKE_TIMEOUT_S:g} s |
 | a control frame | {frame.CONTROL_FRAME_BYTES} bytes, lists of {codec.MAX_LIST_ITEMS} items |
+| a view's map | {codec.MAX_BODY_BYTES} bytes |
 | a payload | {frame.MAX_BULK_BYTES} bytes |
 | a free-form value | JSON's types, {MAX_DEPTH} levels |
 

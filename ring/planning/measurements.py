@@ -97,12 +97,17 @@ def known_link(links: Links, sender: str, receiver: str) -> LinkQuality | None:
     return LinkQuality(there.latency_s, back.bandwidth_bps)
 
 
+def both_ways(links: Links) -> Iterable[tuple[str, str]]:
+    """The measured pairs and their opposite directions: of a thousand workers few pairs are measured."""
+    return dict.fromkeys(pair for sender, receiver in links for pair in ((sender, receiver), (receiver, sender)))
+
+
 class LinkTimes:
     """Times of bytes over the links between any two of ``ids``. ``known``: any of these links was measured."""
 
     def __init__(self, links: Links, ids: Iterable[str]) -> None:
-        among = list(ids)
-        pairs = [(sender, receiver) for sender in among for receiver in among if sender != receiver] if links else []
+        among = frozenset(ids)
+        pairs = (pair for pair in both_ways(links) if among.issuperset(pair))
         self._links = {pair: link for pair in pairs if (link := known_link(links, *pair)) is not None}
         self.known = bool(self._links)
         rates = [link.bandwidth_bps for link in self._links.values() if link.bandwidth_bps]

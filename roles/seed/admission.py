@@ -16,11 +16,10 @@ from weakref import WeakKeyDictionary
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError, Refused, UserError
 from p2ptrain.core.world import World
-from ring.detector import beat_defaults
 from roles.seed.authority import FIRST_TICKET_S, LONGEST_TICKET_S, MAX_USES, ROLES, Authority, TicketRecord
 from roles.seed.join_codes import CODE_LIFETIME_S, JoinCodes
 from roles.seed.overview import SeedIdentity
-from roles.seed.peers import NAME_CHARS, ConnectedPeer, PeerTable, check_hello, send_if_open
+from roles.seed.peers import NAME_CHARS, ConnectedPeer, PeerTable, check_hello, seed_beats, send_if_open
 from wire.address import (
     NONCE_BYTES,
     Ticket,
@@ -277,7 +276,7 @@ class Acceptor:
         if (least_s := connection.least_rtt_s) is not None:
             rtt_ms = min(rtt_ms, least_s * 1e3)  # the kernel answers in time, even while the worker loads libraries
         self.measured[connection] = rtt_ms
-        return self._welcome(*beat_defaults(rtt_ms))
+        return self._welcome(*seed_beats(rtt_ms, len(self._peers.connected)))
 
     def _is_replaced(self, old: ConnectedPeer, host: str, port: int) -> bool:
         silent_s = self._world.clock.now() - old.connection.last_heard

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from configs.schema import Profile
@@ -35,6 +36,7 @@ from roles.seed.peers import (
     PeerTable,
     addresses_of,
     announcement_for,
+    by_loopback,
     clip,
     members_dialled_from,
     ring_beats,
@@ -58,6 +60,8 @@ from wire.job_messages import (
 from wire.messages import EventNotice, Message
 from wire.records import JobInfo
 
+NOTICES_S = 1.0
+"""Least time between two notices of why workers wait. While many join, the reason changes with each of them."""
 _NOT_RUNNING = frozenset({str(phase) for phase in (*ENDED, JobPhase.PAUSED)})
 
 
@@ -107,6 +111,7 @@ class JobController:
         self._retired = asyncio.Event()
         self.planning = asyncio.Lock()
         self._kept_out: dict[str, tuple[str, float]] = {}
+        self._notices_due: float | None = None  # None: at the next event
         self.census = ViewCensus(record.id, ports.peers, minted_below=ports.minted_below, unsettled=record.unsettled)
         if record.restoring is not None:  # the seed died before it had carried out this request
             self.post(co.Restore(*record.restoring))
@@ -253,7 +258,8 @@ class JobController:
             handled: asyncio.Future[bool] | None = None
             event: co.Event | NewLayout = co.Signal.TICK
             try:
-                async with asyncio.timeout_at(self.core.next_deadline()):
+                due = [time for time in (self.core.next_deadline(), self._notices_due) if time is not None]
+                async with asyncio.timeout_at(min(due, default=None)):
                     event, handled = await self._events.get()
             except TimeoutError:
                 pass
@@ -396,10 +402,13 @@ class JobController:
 
     def _notify_kept_out(self) -> None:
         """Tell workers in their own terminals why they do not train, when the reason changes."""
-        before, self._kept_out = self._kept_out, self.core.kept_out()
+        now = self._ports.clock.now()
+        if self._notices_due is not None and now < self._notices_due:
+            return
+        self._notices_due, before, self._kept_out = None, self._kept_out, self.core.kept_out()
         for peer_id, (why, until) in self._kept_out.items():
             if before.get(peer_id) != (why, until):
-                left_s = until - self._ports.clock.now()
+                self._notices_due, left_s = now + NOTICES_S, until - now
                 limit = f" for up to {left_s:.0f} s" if 0 < left_s < math.inf else ""
                 text = clip(f"waiting{limit}: {why}")
                 self._send([peer_id], EventNotice("info", "kept-out", text, self.id))
@@ -420,13 +429,15 @@ class JobController:
         peers = [connected[member.peer_id] for member in view.members if member.peer_id in connected]
         edges = [self.edge_from(view, rank) for rank in range(view.size)]
         heartbeat_s, death_s = ring_beats(
-            [peer.detector for peer in peers], [edge.latency_s if edge else None for edge in edges]
+            [peer.rtt_ms for peer in peers], [edge.latency_s if edge else None for edge in edges]
         )
         # Neighbours must agree on the beats.
         view = replace(view, heartbeat_s=heartbeat_s, death_s=death_s, ledger_step=ledger_step)
         for peer in peers:
             peer.detector.late_s = 0.0  # it has loaded its libraries; what it does next is learned anew
-            self._send([peer.id], announcement_for(peer.host, view))
+        for _, alike in groupby(sorted(peers, key=by_loopback), by_loopback):
+            first, *others = alike  # they dial the same addresses: one message, encoded once
+            self._send([first.id, *(peer.id for peer in others)], announcement_for(first.host, view))
         ports.survey.view_began(self.id, [member.peer_id for member in view.members])
         if restored:
             await ports.checkpoints.drop_after(view)

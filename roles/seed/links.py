@@ -124,9 +124,11 @@ class Survey:
             self._later[job] = task
 
     async def _measure_later(self, job: str, members: Sequence[str]) -> None:
-        for peer_id in members:
+        for peer_id, right in zip(members, [*members[1:], *members[:1]], strict=True):
+            # Of a ring that is too large for the table only its own links are measured.
+            others = members if len(members) ** 2 <= MAX_PAIRS else [right]
             peer = self._peers.get(peer_id)
-            to_measure = self._peers_to_measure(peer, members) if peer is not None else []
+            to_measure = self._peers_to_measure(peer, others) if peer is not None else []
             for first in range(0, len(to_measure), MAX_AT_ONCE):
                 if peer is not None and self._peers.get(peer_id) is peer:
                     # 20 s: enough for 16 links over a satellite while the ring runs.

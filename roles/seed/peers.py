@@ -202,18 +202,29 @@ class PeerTable:
         self.lost[peer.id] = peer
 
 
-def ring_beats(detectors: Sequence[FailureDetector], latencies_s: Sequence[float | None]) -> tuple[float, float]:
-    """(heartbeat_s, death_s) between the neighbours of a ring: those of the member that is farthest from the seed.
+BEATS_PER_S = 200
+"""Heartbeats of all peers together that the seed reads in a second: about 4 % of a core."""
+
+
+def seed_beats(rtt_ms: float, peers: int) -> tuple[float, float]:
+    """(heartbeat_s, death_s) between the seed and a peer, of ``peers`` in all. The more there are, the longer: the
+    neighbours of a member notice its death themselves."""
+    heartbeat_s, death_s = beat_defaults(rtt_ms)
+    heartbeat_s = max(heartbeat_s, peers / BEATS_PER_S)
+    return heartbeat_s, max(death_s, 3 * heartbeat_s)
+
+
+def ring_beats(rtts_ms: Sequence[float], latencies_s: Sequence[float | None]) -> tuple[float, float]:
+    """(heartbeat_s, death_s) between the neighbours of a ring: those that fit the member farthest from the seed.
 
     The seed timed a single handshake with each member, perhaps while the member imported torch. If the members have
     measured all links of the ring, and these give a smaller value, that one is used.
 
     ``latencies_s``: one way, from each member to its right neighbour.
     """
-    farthest = max(detectors, key=lambda detector: detector.death_s, default=None)
-    if farthest is None:
+    if not rtts_ms:
         return 0.0, 0.0
-    usual = (farthest.heartbeat_s, farthest.death_s)
+    usual = beat_defaults(max(rtts_ms))
     known = [latency_s for latency_s in latencies_s if latency_s is not None]
     if not known or len(known) < len(latencies_s):
         return usual
@@ -223,6 +234,11 @@ def ring_beats(detectors: Sequence[FailureDetector], latencies_s: Sequence[float
 def announcement_for(host: str, view: View) -> ViewAnnounced:
     """The announcement of a view for the member at ``host``, with addresses as that member can dial them."""
     return dataclasses.replace(view, members=tuple(members_dialled_from(host, view.members)))
+
+
+def by_loopback(peer: ConnectedPeer) -> bool:
+    """The key of peers for which ``announcement_for`` makes the same message."""
+    return is_loopback(peer.host)
 
 
 def members_dialled_from(host: str, members: Iterable[MemberRecord]) -> list[MemberRecord]:
@@ -325,7 +341,8 @@ class Services:
         self._peers, self._touch = peers, touch
 
     def joined(self, peer: ConnectedPeer) -> None:
-        self._send_drafters([peer])
+        if peer.role == "verifier":
+            self._send_drafters([peer])
 
     def reported(self, peer: ConnectedPeer, message: Serving) -> None:
         """Store a peer's report of one model. Raises ``ProtocolError`` if the model changed, or for too many models:

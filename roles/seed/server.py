@@ -15,7 +15,7 @@ from configs.schema import Profile
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.world import World
 from ring import coordination as co
-from ring.detector import FailureDetector, beat_defaults
+from ring.detector import FailureDetector
 from ring.view import View
 from roles.background import start_in
 from roles.seed.admission import Acceptor, EnrolmentPolicy
@@ -38,6 +38,7 @@ from roles.seed.peers import (
     clean_report,
     clip,
     part_infos_of,
+    seed_beats,
     send_if_open,
     send_last_word,
 )
@@ -190,7 +191,7 @@ class Seed:
     async def _serve_peer(self, connection: Connection, hello: Hello) -> None:
         rtt_ms = self.acceptor.measured.pop(connection)
         host = hello.host or connection.ends.remote[0]
-        clock, (heartbeat_s, death_s) = self.world.clock, beat_defaults(rtt_ms)
+        clock, (heartbeat_s, death_s) = self.world.clock, seed_beats(rtt_ms, len(self.peers.connected))
         detector = FailureDetector(heartbeat_s=heartbeat_s, death_s=death_s, late_s=death_s)
         peer = ConnectedPeer(connection, hello, host, hello.port, rtt_ms, clock.wall(), detector)
         if peer.group:  # a script's Python code may hold the interpreter, and with it the heartbeats, for seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import math
+import zlib
 from typing import Any
 
 import msgpack
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.cli.placement import describe_prediction
 from wire.address import ROLES, Ticket, is_ticket
-from wire.codec import MESSAGE_TYPES, decode_untrusted, encode
+from wire.codec import COMPRESSED, MESSAGE_TYPES, decode_untrusted, encode
 from wire.frame import (
     CONTROL_FRAME_BYTES,
     HANDSHAKE_FRAME_BYTES,
@@ -25,6 +26,7 @@ from wire.frame import (
     encode_bulk_header,
     encode_control,
 )
+from wire.job_messages import ViewAnnounced
 from wire.messages import BULK_KIND, MAX_END_ADDRESSES, PROTOCOL_VERSION, Hello, Message, SocketAddress, Welcome
 from wire.punching import dialable_untrusted
 from wire.records import JobInfo, LedgerRun, PartInfo, Record, ServingInfo, StagePlanInfo, TrainingPlanInfo
@@ -159,6 +161,11 @@ def _bare(message: Message) -> bytes:
     return b"".join(map(_pack, values)) + bytes(rest)
 
 
+def _compressed(body: bytes) -> st.SearchStrategy[bytes]:
+    whole = COMPRESSED + zlib.compress(body)
+    return st.just(whole) | st.binary(min_size=1, max_size=8).map(lambda odd: whole[: -len(odd)] + odd)
+
+
 def _pack(value: Any) -> bytes:
     body: bytes = msgpack.packb(value)
     return body
@@ -178,6 +185,16 @@ def _pack(value: Any) -> bytes:
     "wire.codec.decode_untrusted",
     "wire.codec._unpack_untrusted",
     peak_bytes=40 << 20,  # lists that claim 4096 items, a thousand deep: given back within the call
+)
+@target(
+    "messages-compressed",
+    st.one_of([_bodies(kind) for kind, cls in MESSAGE_TYPES.items() if cls.LONG]).flatmap(
+        lambda case: st.tuples(st.just(case[0]), _compressed(case[1]))
+    )
+    | st.just((ViewAnnounced.KIND, COMPRESSED + zlib.compress(bytes(64 << 20)))),  # a bomb
+    "wire.codec.decode_untrusted",
+    "wire.codec._decompressed_untrusted",
+    peak_bytes=40 << 20,
 )
 @target(
     "messages-bare",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
+
 from ring import coordination as co
 from ring.coordination import CATCHING_UP_PER_MEMBER, JobPhase
 from ring.coordinator import Coordinator
@@ -221,15 +225,19 @@ def test_the_side_that_was_cut_off_is_given_up_when_a_newer_view_was_minted() ->
 # ------------------------------------------------------------------------------------------------------------- a crowd
 
 
-def test_a_view_names_no_more_members_than_fit_a_frame() -> None:
-    core = Coordinator("j" * 12, co.JobOptions(replicas=900, micro_batches=900))
-    for number in range(900):
-        peer_id = f"{number:032d}"
-        core.handle(co.PeerOffered(co.JobWorker(peer_id, "é" * 64, "192.168.100.100", 60000)), 0.0)
+@pytest.mark.parametrize(("random_bytes", "least", "most"), [(0, 1000, 1000), (32, 400, 999)])
+def test_a_view_names_a_thousand_members_unless_their_names_do_not_fit_a_frame(
+    random_bytes: int, least: int, most: int
+) -> None:
+    core, rng = Coordinator("j" * 12, co.JobOptions(replicas=1000, micro_batches=1000)), random.Random(1)
+    for number in range(1000):
+        host = f"198.{rng.randrange(256)}.{rng.randrange(256)}.{rng.randrange(256)}"
+        name = rng.randbytes(random_bytes).hex() or f"machine-{number}"
+        core.handle(co.PeerOffered(co.JobWorker(rng.randbytes(8).hex(), name, host, rng.randrange(1, 1 << 16))), 0.0)
     for peer_id in sorted(core.peer_ids):
         core.handle(co.PeerReported(peer_id, Report("j", 0, "ready", 0, 0, "0" * 32, corpus="C")), 0.0)
     assert core.view is not None
-    assert 200 < core.view.size < 900
+    assert least <= core.view.size <= most
     assert len(encode(core.view)) < CONTROL_FRAME_BYTES
     core.validate()
 

@@ -21,13 +21,13 @@ from p2ptrain.core.errors import P2PTrainError, Refused
 from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.memory import MemoryNetwork
 from ring.coordination import JobWorker
-from ring.detector import FailureDetector, beat_defaults
+from ring.detector import beat_defaults
 from ring.replicas import with_shares
 from ring.token import balance_counts
 from ring.view import View
 from roles.seed import events
 from roles.seed.admission import refuse_unreached
-from roles.seed.peers import announcement_for, ring_beats
+from roles.seed.peers import announcement_for, ring_beats, seed_beats
 from roles.seed.run import serving_seed
 from roles.seed.store import Records
 from roles.seed_link import is_transient
@@ -759,9 +759,14 @@ NEAR, FAR = beat_defaults(0.1), beat_defaults(80.0)
 def test_a_ring_beats_as_its_own_links_allow(
     rtts_ms: list[float], latencies_s: list[float | None], expected: tuple[float, float]
 ) -> None:
-    beats = [beat_defaults(rtt_ms) for rtt_ms in rtts_ms]
-    detectors = [FailureDetector(heartbeat_s=heartbeat_s, death_s=death_s) for heartbeat_s, death_s in beats]
-    assert ring_beats(detectors, latencies_s) == expected
+    assert ring_beats(rtts_ms, latencies_s) == expected
+
+
+@pytest.mark.parametrize(
+    ("rtt_ms", "peers", "expected"), [(1, 1, (0.25, 2)), (1, 1000, (5, 15)), (100, 8, (5, 15)), (1, 200, (1, 3))]
+)
+def test_many_peers_beat_less_often(rtt_ms: float, peers: int, expected: tuple[float, float]) -> None:
+    assert seed_beats(rtt_ms, peers) == expected
 
 
 def test_a_loopback_address_is_told_on_the_seeds_machine_only() -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import ipaddress
 import math
+import random
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ import wire
 from p2ptrain.core.errors import ProtocolError
 from tests.fuzz.strategies import made
 from wire.codec import (
+    COMPRESSED,
     MAX_HANDSHAKE_ITEMS,
     MAX_LIST_ITEMS,
     MAX_MAP_ITEMS,
@@ -23,7 +28,8 @@ from wire.codec import (
     decode_untrusted,
     encode,
 )
-from wire.job_messages import CheckpointSaved, LedgerRow, LedgerRows
+from wire.frame import CONTROL_FRAME_BYTES
+from wire.job_messages import CheckpointSaved, LedgerRow, LedgerRows, MemberRecord, ViewAnnounced
 from wire.messages import BULK_KIND, PROTOCOL_VERSION, Heartbeat, Hello, Message, Refuse, Request, Update, Welcome
 from wire.protocol import document
 from wire.records import JobInfo
@@ -55,6 +61,7 @@ def packed(**fields: Any) -> bytes:
     return msgpack.packb(fields)
 
 
+BOMB = COMPRESSED + zlib.compress(bytes(1 << 20))
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 JOB = JobInfo("j", "job", "tiny", "sync", "running", 0.0, 10, members=["a", "b", "c"])
 BEAT = {"seq": 1, "progress": 2, "step": 3, "state": "training", "stats": {"rtt_ms": 1.5}, "gpus": []}
@@ -83,6 +90,32 @@ def test_there_and_back(message: Message):
     back = decode_untrusted(message.KIND, encode(message))
     assert type(back) is type(message)
     assert same(back, message)
+
+
+def test_view_of_a_thousand_members_fits_a_frame_and_is_encoded_once():
+    rng = random.Random(1)
+    members = tuple(
+        MemberRecord(rng.randbytes(8).hex(), f"machine-{rank}.local", str(ipaddress.IPv6Address(rng.getrandbits(128))),
+                     rng.randrange(1 << 10, 1 << 16), rank, 1, True)
+        for rank in range(1024)
+    )  # fmt: skip
+    view = ViewAnnounced("job", 1, 0, "0" * 32, members)
+    body = encode(view)
+    assert len(body) < CONTROL_FRAME_BYTES - 1024
+    assert encode(view) is body
+    assert decode_untrusted(view.KIND, body) == view
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda body: body[:-1], lambda body: body + b"x", lambda body: body[:20], lambda body: BOMB],
+    ids=["cut", "longer", "beginning", "bomb"],
+)
+def test_damaged_compressed_view_is_refused(damage: Callable[[bytes], bytes]):
+    members = tuple(MemberRecord(f"a{rank}", "name", "host", 1, rank, 1, True) for rank in range(400))
+    body = encode(ViewAnnounced("job", 1, 0, "0" * 32, members))
+    with pytest.raises(ProtocolError, match="compressed"):
+        decode_untrusted(ViewAnnounced.KIND, damage(body))
 
 
 def test_floats_may_be_sent_as_ints_but_arrive_as_floats():
