@@ -406,7 +406,7 @@ def pool(
     heads = ["POLICY", "JOB DONE AFTER", "ALL DONE AFTER", "WAITED", "SERVED", "DRAFTED", "MOVES"]
     rows = [
         [name, *(human_duration(item[key]) for key in ("completion_s", "makespan_s", "wait_s")),
-         f"{item['served']:.0%}", f"{item['drafted']:.0%}", f"{item['moves']:.1f}"]
+         *(f"{item.get(key, 0.0):.0%}" for key in ("served", "drafted")), f"{item['moves']:.1f}"]
         for name, item in found.items()
     ]  # fmt: skip
     print_table(heads, rows, right=heads[1:])

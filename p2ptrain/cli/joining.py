@@ -94,7 +94,15 @@ async def run_member(options: JoinOptions, make: Callable[[JoinContext], MemberR
 
     hours = options.open_hours
     try:
-        while hours is None or await _until_open(hours, clock, stop, console):
+        while True:
+            ending, closing = stop, None
+            if hours is not None:
+                await _until(is_open=True, hours=hours, stop=stop, console=console)
+                if stop.is_set():
+                    break
+                ending = asyncio.Event()
+                closing = asyncio.create_task(_until(is_open=False, hours=hours, stop=stop, console=console))
+                closing.add_done_callback(partial(_set, ending))
             reaching = partial(reach_one, targets, caller, base, afresh=afresh)
             access = await unless_stopped(
                 stop,
@@ -108,8 +116,8 @@ async def run_member(options: JoinOptions, make: Callable[[JoinContext], MemberR
             listen = listen_host or usual_host(access.host), options.port
             run = make(JoinContext(identity, console, access, listen, others, retry_time_s))
             try:
-                await (run(stop) if hours is None else _run_until_closed(hours, clock, stop, run))
-                if hours is None or stop.is_set():
+                await run(ending)
+                if closing is None or stop.is_set():
                     break
             except Refused as refusal:
                 if refusal.code == RefusalCode.LOOPBACK_ONLY and not listen_host:
@@ -126,37 +134,19 @@ async def run_member(options: JoinOptions, make: Callable[[JoinContext], MemberR
     console.event("info", "left")
 
 
-async def _until_open(hours: OpenHours, clock: LoopClock, stop: asyncio.Event, console: Console) -> bool:
-    """Wait until the hours begin. Returns False if ``stop`` was set before."""
-    while not stop.is_set():
-        is_open, left_s = hours.until_change_s(clock.wall())
+async def _until(*, is_open: bool, hours: OpenHours, stop: asyncio.Event, console: Console) -> None:
+    """Wait until the hours begin or end, or ``stop`` is set."""
+    clock = LoopClock()
+    while not stop.is_set() and (now := hours.until_change_s(clock.wall()))[0] != is_open:
         if is_open:
-            return True
-        console.progress(f"takes part {hours}: begins in {human_seconds(left_s)}; Ctrl+C ends", every_s=60.0)
-        await _wait(stop, left_s)
-    return False
+            console.progress(f"takes part {hours}: in {human_seconds(now[1])}; Ctrl+C ends", every_s=60.0)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(min(now[1], CLOCK_S)):
+                await stop.wait()
 
 
-async def _run_until_closed(hours: OpenHours, clock: LoopClock, stop: asyncio.Event, run: MemberRun) -> None:
-    """Run until ``stop`` is set or the hours end."""
-    ending = asyncio.Event()
-
-    async def watch() -> None:
-        while not stop.is_set() and (now := hours.until_change_s(clock.wall()))[0]:
-            await _wait(stop, now[1])
-        ending.set()
-
-    watching = asyncio.create_task(watch(), name="hours")
-    try:
-        await run(ending)
-    finally:
-        watching.cancel()
-
-
-async def _wait(stop: asyncio.Event, left_s: float) -> None:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(min(left_s, CLOCK_S)):
-            await stop.wait()
+def _set(ending: asyncio.Event, _: object) -> None:
+    ending.set()
 
 
 def world_of(options: JoinOptions, context: JoinContext) -> World:

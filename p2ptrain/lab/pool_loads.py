@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from ring.planning.matching import POLICIES, PoolTask, plan_pool
 
@@ -57,25 +56,6 @@ class Load:
             self.ended_at = now + ROUND_S
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyFigures:
-    """What a policy made of a load.
-
-    Attributes:
-        completion_s: mean time from a job's creation to its end, weighted. wait_s: to its first step.
-        makespan_s: until all jobs are done.
-        served, drafted: share of the time for which served models had their workers, and drafts theirs; nan: none.
-        moves: of members that had a task.
-    """
-
-    completion_s: float
-    wait_s: float
-    makespan_s: float
-    served: float
-    drafted: float
-    moves: float
-
-
 def make_load(seed: int, members: int) -> list[Load]:
     """Jobs, served models and drafts for ``members`` of different speeds and disks."""
     rng = random.Random(seed)  # noqa: S311 - a load, not a secret
@@ -97,10 +77,14 @@ def make_load(seed: int, members: int) -> list[Load]:
     return sorted(loads, key=lambda load: (order[load.task.kind], load.arrives_at))
 
 
-def play_load(policy: str, seed: int, members: int = 8) -> PolicyFigures:
-    """Play the load of ``seed`` until its jobs are done."""
+def play_load(policy: str, seed: int, members: int = 8) -> dict[str, float]:
+    """Play the load of ``seed`` to its end.
+
+    Returns figures: ``completion_s`` from a job's creation to its end, by weight; ``wait_s`` to its first step;
+    ``makespan_s`` until all jobs are done; ``served`` and ``drafted``: the share of the time for which models had
+    their workers, and drafts theirs (missing without any); ``moves``.
+    """
     loads, names, now, moves = make_load(seed, members), [f"m{index}" for index in range(members)], 0.0, 0
-    jobs = [load for load in loads if load.task.kind == "train"]
     while any(load.ended_at is None for load in loads) and now < MOST_S:
         here = {load.task.id: load for load in loads if load.arrives_at <= now and load.ended_at is None}
         placed = {member for load in here.values() for member in load.members}
@@ -119,24 +103,25 @@ def play_load(policy: str, seed: int, members: int = 8) -> PolicyFigures:
             if load.ended_at is not None:
                 load.members.clear()
         now += ROUND_S
-
-    def share_of(kind: str) -> float:
-        some = [load for load in loads if load.task.kind == kind]
-        return sum(load.used_s for load in some) / sum(load.work_s for load in some) if some else math.nan
-
-    weights = [load.task.weight for load in jobs]
-    ends = [(load.ended_at or math.inf) - load.arrives_at for load in jobs]
-    waits = [(load.began_at or math.inf) - load.arrives_at for load in jobs]
-    completion_s = sum(end * weight for end, weight in zip(ends, weights, strict=True)) / sum(weights)
-    makespan_s = max(load.ended_at or math.inf for load in jobs)
-    return PolicyFigures(completion_s, statistics.mean(waits), makespan_s, share_of("serve"), share_of("draft"), moves)
+    jobs = [(load.task.weight, load.arrives_at, load.began_at or MOST_S, load.ended_at or MOST_S)
+            for load in loads if load.task.kind == "train"]  # fmt: skip
+    figures = {
+        "completion_s": sum(job[0] * (job[3] - job[1]) for job in jobs) / sum(job[0] for job in jobs),
+        "wait_s": statistics.mean(job[2] - job[1] for job in jobs),
+        "makespan_s": max(job[3] for job in jobs),
+        "moves": float(moves),
+    }
+    for kind, name in (("serve", "served"), ("draft", "drafted")):
+        if some := [load for load in loads if load.task.kind == kind]:
+            figures[name] = sum(load.used_s for load in some) / sum(load.work_s for load in some)
+    return figures
 
 
 def compare_policies(loads: int, members: int) -> dict[str, dict[str, float]]:
-    """Policy → the means of ``PolicyFigures`` over the same loads."""
+    """Policy → the means of the figures over the same loads."""
     found = dict[str, dict[str, float]]()
     for policy in POLICIES:
-        figures = [asdict(play_load(policy, seed, members)) for seed in range(loads)]
-        known = {name: [item[name] for item in figures if not math.isnan(item[name])] for name in figures[0]}
-        found[policy] = {name: statistics.mean(values) if values else 0.0 for name, values in known.items()}
+        figures = [play_load(policy, seed, members) for seed in range(loads)]
+        names = sorted({name for item in figures for name in item})
+        found[policy] = {name: statistics.mean(item[name] for item in figures if name in item) for name in names}
     return found

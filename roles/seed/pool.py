@@ -15,9 +15,9 @@ import asyncio
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 from p2ptrain.core.errors import Refused
 from ring import coordination as co
@@ -73,13 +73,11 @@ class PoolState:
     """What a plan is made of: workers by the task that they have or are about to get, and those to choose from.
 
     Attributes:
-        free, candidates: workers without a task, and those that can get one now.
         saved: job → workers that have a checkpoint of it.
         usual_flops: median speed of the candidates; 0: not known.
     """
 
     members: Mapping[str, Sequence[ConnectedPeer]]
-    free: Sequence[ConnectedPeer]
     candidates: Sequence[ConnectedPeer]
     saved: Mapping[str, Collection[str]]
     usual_flops: float
@@ -107,11 +105,10 @@ class Pool:
 
     def assign(self) -> None:
         """Give free workers tasks."""
-        for controller in self._jobs.controllers.values():
-            holder = (
-                self._ports.peers.connected.get(controller.core.restore.peer_id) if controller.core.restore else None
-            )
-            if holder is not None and holder.task and self._is_open(controller):
+        for controller in filter(self._is_open, self._jobs.controllers.values()):
+            restore = controller.core.restore
+            holder = self._ports.peers.connected.get(restore.peer_id) if restore is not None else None
+            if holder is not None and holder.task:
                 self._end(holder)
                 self._give(holder, controller.id)
         for peer in self._free():
@@ -158,8 +155,7 @@ class Pool:
         planned = [peer.id for peer in free], open_jobs, list(self._demands), [info.id for info in self._undrafted()]
         if not moves and (not free or planned == self._planned):
             return
-        state = self._read_state(self._workers() if moves else free, free)
-        tasks = self._tasks(state)
+        tasks = self._tasks(self._read_state(self._workers() if moves else free))
         for move in plan_pool(self.policy, tasks, [peer.id for peer in free], moves=moves):
             self._carry_out(move, {task.id: task.name for task in tasks})
         for peer in free:
@@ -167,19 +163,19 @@ class Pool:
                 self._notify_idle(peer)
         self._planned = planned
 
-    def _read_state(self, candidates: Sequence[ConnectedPeer], free: Sequence[ConnectedPeer]) -> PoolState:
+    def _read_state(self, candidates: Sequence[ConnectedPeer]) -> PoolState:
         members, saved = defaultdict[str, list[ConnectedPeer]](list), defaultdict[str, set[str]](set)
         for peer in self._workers():
             members[self._coming[peer.id][0] if peer.id in self._coming else peer.job or peer.task].append(peer)
         for item in self._ports.checkpoints.known.values():
             saved[item.job].add(item.peer_id)
         speeds = [peer.flops for peer in candidates if peer.flops]
-        return PoolState(members, free, candidates, saved, statistics.median(speeds) if speeds else 0.0)
+        return PoolState(members, candidates, saved, statistics.median(speeds) if speeds else 0.0)
 
     def _tasks(self, state: PoolState) -> list[PoolTask]:
         jobs = [self._job_task(state, item) for item in self._jobs.controllers.values() if self._is_open(item)]
         serving = [self._serving_task(state, id, demand) for id, demand in self._demands.items()]
-        return [*jobs, *serving, *self._draft_tasks(state)]
+        return [*jobs, *serving, *filter(None, (self._draft_task(state, info) for info in self._undrafted()))]
 
     @staticmethod
     def _is_open(controller: JobController) -> bool:
@@ -187,39 +183,31 @@ class Pool:
 
     def _job_task(self, state: PoolState, controller: JobController) -> PoolTask:
         core, needs, job, time_s = controller.core, controller.core.needs, controller.id, step_s(controller.rows.newest)
-        members = state.members.get(job, ())
-        able = [peer for peer in state.candidates if peer in members
-                or ("train" in peer.allowed and not core.objection(peer.id))]  # fmt: skip
-        left_s = (controller.record.steps_total - core.known_step) * time_s if time_s else math.inf
-        return PoolTask(
-            job,
-            "train",
-            f"job {controller.record.name}",
+        members, expected = state.members.get(job, ()), [core.expects(peer.id) for peer in state.members.get("", ())]
+        here = {peer.id for peer in members}
+        able = [peer for peer in state.candidates
+                if peer.id in here or ("train" in peer.allowed and not core.objection(peer.id))]  # fmt: skip
+        return self._make_task(
+            state, job, "train", f"job {controller.record.name}",
             controller.profile.job.weight if controller.profile else 1.0,
-            needs.least,
-            max(needs.most, len(members) + sum(core.expects(peer.id) for peer in state.free)),
-            frozenset(peer.id for peer in members),
-            self._strengths(state, able, members, time_s),
-            self._start_times(job, able, {*state.saved.get(job, ()), *core.held},
-                              3 * core.view.reduce_bytes if core.view else 0),
-            unit=needs.unit,
+            needs.least, max(needs.most, len(members) + sum(expected)),
+            able, members, time_s=time_s, has_files={*state.saved.get(job, ()), *core.held},
+            fetch_bytes=3 * core.view.reduce_bytes if core.view else 0,
+            fixed={peer.id for peer in members if not core.may_withdraw(peer.id)},
+            unit=needs.unit, floor=needs.floor, pause_s=controller.rows.pause_s or max(time_s, 1.0),
             settled=frozenset(peer.id for peer in members if controller.holds(peer.id)),
-            fixed=frozenset(peer.id for peer in members if peer.id in self._coming or not core.may_withdraw(peer.id)),
-            floor=needs.floor,
-            pause_s=controller.rows.pause_s or max(time_s, 1.0),
-            left_s=left_s,
+            left_s=(controller.record.steps_total - core.known_step) * time_s if time_s else math.inf,
         )  # fmt: skip
 
     def _serving_task(self, state: PoolState, id: str, demand: ServingDemand) -> PoolTask:
-        wanted, members = demand.wanted, state.members.get(id, ())
-        able = [peer for peer in state.candidates if "serve" in peer.allowed]
+        wanted, able = demand.wanted, [peer for peer in state.candidates if "serve" in peer.allowed]
         least = self._least_for(wanted, [peer for peer in self._workers() if "serve" in peer.allowed])
-        holders = {peer.id for peer in able for part in peer.parts.values() if part.name == wanted.model}
-        starts = self._start_times(id, able, holders, wanted.weights_bytes // least)
-        task = self._service_task(
-            state, id, "serve", f"the model {wanted.model}", demand.verifier, able, members, least, starts
-        )
-        return replace(task, settled=task.members & set(wanted.holders))
+        loaded = {peer.id for peer in able for part in peer.parts.values() if part.name == wanted.model}
+        return self._make_task(
+            state, id, "serve", f"the model {wanted.model}", demand.verifier.weight, least, least, able,
+            [demand.verifier], has_files=loaded, fetch_bytes=wanted.weights_bytes // least,
+            settled=frozenset(wanted.holders),
+        )  # fmt: skip
 
     @staticmethod
     def _least_for(wanted: WorkersWanted, workers: Sequence[ConnectedPeer]) -> int:
@@ -231,16 +219,13 @@ class Pool:
                 return max(count, wanted.stages)
         return max(len(workers) + 1, wanted.stages)
 
-    def _draft_tasks(self, state: PoolState) -> Iterator[PoolTask]:
-        """A drafter for each served model that has none, if some worker has a draft model for it."""
-        for info in self._undrafted():
-            id, verifier = f"draft/{info.id}", self._ports.peers.connected[info.peer]
-            able = [peer for peer in state.candidates
-                    if "draft" in peer.allowed and peer.draft_tokenizer == info.tokenizer]  # fmt: skip
-            if able:
-                starts, members = self._start_times(id, able, {peer.id for peer in able}, 0), state.members.get(id, ())
-                name = f"drafts for {info.model}"
-                yield self._service_task(state, id, "draft", name, verifier, able, members, 1, starts)
+    def _draft_task(self, state: PoolState, info: ServingInfo) -> PoolTask | None:
+        able = [peer for peer in state.candidates
+                if "draft" in peer.allowed and peer.draft_tokenizer == info.tokenizer]  # fmt: skip
+        verifier, has_files = self._ports.peers.connected[info.peer], {peer.id for peer in able}
+        id, name = f"draft/{info.id}", f"drafts for {info.model}"
+        made = self._make_task(state, id, "draft", name, verifier.weight, 1, 1, able, [verifier], has_files=has_files)
+        return made if able else None
 
     def _undrafted(self) -> list[ServingInfo]:
         """The served models without a drafter of their own."""
@@ -248,42 +233,28 @@ class Pool:
         drafted = {info.tokenizer for info in models if connected[info.peer].role == "drafter"}
         return [info for info in models if info.role == "verifier" and info.tokenizer not in ("", *drafted)]
 
-    def _service_task(
-        self,
-        state: PoolState,
-        id: str,
-        kind: str,
-        name: str,
-        verifier: ConnectedPeer,
-        able: Sequence[ConnectedPeer],
-        members: Sequence[ConnectedPeer],
-        least: int,
-        start_s: Mapping[str, float],
-    ) -> PoolTask:
-        fixed = frozenset(peer.id for peer in members if peer.id in self._coming)
-        ids, strengths = frozenset(peer.id for peer in members), self._strengths(state, able, [verifier], 0.0)
-        most = max(least, len(members))
-        return PoolTask(id, kind, name, verifier.weight, least, most, ids, strengths, start_s, fixed=fixed)
-
-    def _strengths(
-        self, state: PoolState, able: Sequence[ConnectedPeer], others: Sequence[ConnectedPeer], time_s: float
-    ) -> Mapping[str, float]:
-        """Each worker's speed, over the usual one, with the share of a step of ``time_s`` that no round trip takes."""
-        found = dict[str, float]()
+    def _make_task(
+        self, state: PoolState, id: str, kind: str, name: str, weight: float, least: int, most: int,
+        able: Sequence[ConnectedPeer], others: Sequence[ConnectedPeer], *, has_files: Collection[str],
+        fetch_bytes: int = 0, time_s: float = 0.0, fixed: Collection[str] = (), **more: Any,
+    ) -> PoolTask:  # fmt: skip
+        """A task of the ``able`` candidates. A worker's strength is its speed, over the usual one, with the share of a
+        step of ``time_s`` that no round trip to ``others`` takes. It begins after the time measured for this task, else
+        the usual one and that for ``fetch_bytes``."""
+        fetch_s, strengths, start_s = 8 * fetch_bytes / USUAL_BPS, dict[str, float](), dict[str, float]()
         for peer in able:
             links = [known_link(self._ports.survey.table.known, peer.id, other.id) for other in others[:COMPARED]]
             away_s = [2 * link.latency_s for link in links if link is not None] or [peer.rtt_ms / 1e3]
             speed = peer.flops / state.usual_flops if peer.flops and state.usual_flops else 1.0
-            found[peer.id] = min(max(speed / (1 + statistics.median(away_s) / max(time_s, 1.0)), 0.01), 100.0)
-        return found
-
-    def _start_times(
-        self, task: str, able: Sequence[ConnectedPeer], has_files: Collection[str], fetch_bytes: int
-    ) -> Mapping[str, float]:
-        """Seconds until each has begun: as measured for this task, else the usual time and that for the files."""
-        fetch_s = {True: 0.0, False: 8 * fetch_bytes / USUAL_BPS}
-        usual = {had: self._start.get((task, had)) or MovingAverage(USUAL_START_S + fetch_s[had]) for had in fetch_s}
-        return {peer.id: usual[peer.id in has_files].seconds for peer in able}
+            strengths[peer.id] = min(max(speed / (1 + statistics.median(away_s) / max(time_s, 1.0)), 0.01), 100.0)
+            has = peer.id in has_files
+            measured = self._start.get((id, has))
+            start_s[peer.id] = measured.seconds if measured else USUAL_START_S + (0.0 if has else fetch_s)
+        ids = frozenset(peer.id for peer in state.members.get(id, ()))
+        fixed_ids = ids & (self._coming.keys() | set(fixed))
+        return PoolTask(
+            id, kind, name, weight, least, max(most, len(ids)), ids, strengths, start_s, fixed=fixed_ids, **more
+        )
 
     # ------------------------------------------------------------------------------------------------- carrying it out
 

@@ -105,6 +105,8 @@ async def test_idle_worker_drafts_until_a_job_needs_it(bench: Bench) -> None:
     await bench.ask("jobs.cancel", job="job")
     await drafter.hear(Release)
     assert (await drafter.hear(DraftOrder)).model == "large"
+    await verifier.connection.close()
+    assert (await drafter.hear(DraftOrder)).model == "", "nobody is there to draft for"
 
 
 async def ask_for_workers(verifier: ScriptedPeer, *holders: str, weights_bytes: int = 10) -> list[str]:
