@@ -19,7 +19,7 @@ from configs.loader import load
 from p2ptrain.cli.output import print_table
 from p2ptrain.cli.status import is_over
 from p2ptrain.cluster.running import announce_seed
-from p2ptrain.core.errors import ConnectionLost, Unreachable, UserError
+from p2ptrain.core.errors import ConnectionLost, Refused, Unreachable, UserError
 from tests.cli.test_operator_commands import CHECKPOINT, JOB, PEER
 from wire.records import ClusterInfo, EventInfo, MemberScore, MetricRow
 from wire.schema import Record
@@ -211,6 +211,19 @@ def test_status_says_what_needs_attention(command: Command, fake_seed: Any) -> N
     assert "process group train.py/ab12: 2 members for " in command("status").out
     fake_seed.answers["peers.list"] = {"peers": []}
     assert "no peer has joined: p2ptrain join 127.0.0.1:7337" in command("status", "--json").json["attention"]
+
+
+def test_status_shows_phones_the_way_to_the_page(command: Command, fake_seed: Any) -> None:
+    link = "https://192.168.1.20:8443/#key=" + "k" * 43
+    fake_seed.answers["cluster.watch_link"] = {"link": link}
+    outcome = command("status", "--qr")
+    assert outcome.code == 0
+    assert len({len(line) for line in outcome.out.splitlines()}) == 1
+    assert "▄" in outcome.out
+    assert "holds the key" in outcome.err
+    assert command("status", "--qr", "--json").json == {"link": link}
+    fake_seed.answers["cluster.watch_link"] = Refused("no-page", "it has no page", remedy="start it with --http")
+    assert "start it with --http" in command("status", "--qr").err
 
 
 def test_logs_are_the_events_and_what_the_process_wrote(command: Command, fake_seed: Any, tmp_path: Path) -> None:

@@ -83,6 +83,9 @@ class DemoSeed(FeedSeed):
     def job_infos(self) -> list[JobInfo]:
         return [self.demo.job(), *self.demo.other_jobs()]
 
+    async def watch_link(self) -> str:
+        return "https://192.168.1.20:8443/#key=look"
+
     async def job(self, job: str) -> tuple[JobInfo, str]:
         return next(item for item in self.job_infos() if item.id == job), "{}"
 

@@ -67,11 +67,17 @@ async def test_a_browser_shows_the_job_acts_on_it_and_survives_the_loss_of_its_c
     async with browsing(tmp_path) as tab:
         async with endpoint(seed, sock) as address:
             await tab.resize(1440, 900)
-            await tab.call("Page.navigate", url=address)
+            await tab.call("Page.navigate", url=f"{address}/#key=from-a-phone")
             await tab.until(f"{_LINK} === 'live' && {_STEP} === '640 of 2,000'")
             assert await tab.value("document.querySelectorAll('#nodes tbody tr').length") == 6
             assert await tab.value("document.querySelectorAll('.plot canvas').length") == 5
             assert "Ring of 2 members" in await tab.value("document.querySelector('#ring svg').ariaLabel")
+            kept = "[sessionStorage.getItem('api-key'), location.hash].join()"
+            assert await tab.value(kept) == "from-a-phone,", "nobody copies it from the address"
+            await tab.value("document.getElementById('phone').click()")
+            await tab.until("document.querySelector('dialog[open] .qr path')?.getAttribute('d').length > 1000")
+            await tab.value("document.querySelector('dialog[open]').close()")
+            await tab.until("document.getElementById('watch-code').childElementCount === 0")
             seed.tick()
             await tab.until(f"{_STEP} === '641 of 2,000'")
             await tab.press("p")

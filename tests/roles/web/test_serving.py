@@ -59,6 +59,10 @@ async def test_elsewhere_it_has_a_certificate_and_two_keys(cluster: Cluster) -> 
         assert (await fetched(url, jobs, f"Authorization: Bearer {read}", tls=trusted))[0] == 200
         with pytest.raises(ssl.SSLCertVerificationError):
             await fetched(url, jobs, tls=ssl.create_default_context())
+        link = f"{url}/#key={read}"  # never the operator's
+        shown = await fetched(url, "/api/v1/cluster/watch-link", f"Authorization: Bearer {operate}", tls=trusted)
+        assert json.loads(shown[1]) == {"link": link, "rows": json.loads(shown[1])["rows"]}
+        assert await cluster.ask("cluster.watch_link") == {"link": link}
         stream = f"{url}/api/v1/metrics/stream/none".replace("https", "wss")
         for keys, status in (([], 401), ([f"bearer.{read}"], 404), (["bearer.wrong"], 401)):
             with pytest.raises(InvalidStatus) as caught:
@@ -67,6 +71,13 @@ async def test_elsewhere_it_has_a_certificate_and_two_keys(cluster: Cluster) -> 
             assert caught.value.response.status_code == status
     async with served(cluster, WebOptions("0.0.0.0", 0)) as (again, _):
         assert [path.read_text().strip() for path in again.key_files] == [read, operate]  # they are made once
+
+
+async def test_a_page_for_this_machine_only_has_no_link_for_phones(cluster: Cluster) -> None:
+    async with served(cluster, WebOptions("127.0.0.1", 0)) as (_, url):
+        status, answer = await fetched(url, "/api/v1/cluster/watch-link")
+        error = json.loads(answer)["error"]
+        assert (status, error["remedy"]) == (409, "start it with --http 0.0.0.0:8443")
 
 
 async def test_what_cannot_be_used_is_refused(cluster: Cluster, tmp_path: Path) -> None:
