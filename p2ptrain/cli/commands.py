@@ -136,9 +136,9 @@ def root(
 
     \b
     Everything on this machine:   p2ptrain up
-    On several machines:          p2ptrain seed --host 0.0.0.0   (on one: it prints a ticket)
-                                  p2ptrain join TICKET           (on each of the others)
-                                  p2ptrain tui                   (on the first, to watch)
+    On several machines:          p2ptrain seed --host 0.0.0.0   (on one)
+                                  p2ptrain join                  (on each of the others: asks for a code)
+                                  p2ptrain ticket code           (on the first, shows one; p2ptrain tui watches)
     When something is wrong:      p2ptrain check TICKET
 
     \b

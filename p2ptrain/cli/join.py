@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.join_options import JoinOptions
 from p2ptrain.cli.runtime import WithBareSplit, run, takes_options
 from p2ptrain.cluster.jobs import step_line
+from p2ptrain.core.errors import UserError
 from p2ptrain.core.threads import OWN_CORES, SHARED_CORES
 
 if TYPE_CHECKING:
@@ -94,8 +97,12 @@ def _run(
             raise
         seed, role = format_address(*needed.place), "" if options.role == "worker" else f" --role {options.role}"
         typer.echo(f"{seed} does not know this machine: run `p2ptrain ticket code{role}` there", err=True)
-        options = replace(options, address=seed, code=read_code(typer.prompt("The six digits", err=True)))
-        run(member(options), children=children)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the loop left its own behind, which would do nothing
+        code = ""
+        while not code:
+            with suppress(UserError):
+                code = read_code(typer.prompt("The six digits", err=True))
+        run(member(replace(options, address=seed, code=code)), children=children)
 
 
 async def _work(options: JoinOptions, island: IslandOptions | None) -> None:

@@ -294,9 +294,11 @@ def _print_ready(
     console.event("info", f"on this machine, watch with: p2ptrain tui {only}".rstrip())
     console.event("info", f"on this machine, join with:  p2ptrain join {here}")
     if not is_loopback(host):
-        console.event("info", f"elsewhere that asks for six digits, which `p2ptrain ticket code{seed}`, here, shows")
+        console.event(
+            "info", f"elsewhere, join with:        the same; `p2ptrain ticket code{seed}`, here, shows digits for it"
+        )
         new = f"p2ptrain ticket new --operator{seed}"
         console.event("info", f"elsewhere, watch with:       p2ptrain tui TICKET   (`{new}`, here, prints one)")
-        console.event("info", "elsewhere, join without them by this line, which holds a ticket and is a secret:")
+        console.event("info", "elsewhere, join without digits by this line, which holds a ticket and is a secret:")
     if ticket is not None:
         typer.echo(f"p2ptrain join {ticket}", err=True)

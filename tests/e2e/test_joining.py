@@ -74,8 +74,17 @@ async def test_a_new_machine_finds_the_seed_and_joins_with_a_code(machine: Any, 
     code, text = await join("10.88.0.1", "--code", wrong)
     assert (code, "the code is wrong, and spent now" in text) == (4, True), text
     shown = await digits()
+    hesitant = Terminal("join", "10.88.0.1", network=there, **at("there"))
+    try:
+        await asyncio.to_thread(hesitant.until, "The six digits")
+        hesitant.type("\x03")
+        assert hesitant.left()[0] == 130
+    finally:
+        hesitant.end()
     newcomer = Terminal("join", network=there, **at("there"))
     try:
+        await asyncio.to_thread(newcomer.until, "The six digits")
+        newcomer.type("12345\n")
         await asyncio.to_thread(newcomer.until, "The six digits")
         newcomer.type(f"{shown}\n")
         await asyncio.to_thread(newcomer.until, "joined studio")
