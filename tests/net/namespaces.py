@@ -26,6 +26,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,7 @@ class Internet:
         *,
         router: str = "",
         firewall: bool = False,
+        rejects: bool = False,
         ipv4: bool = True,
         ipv6: bool = False,
         home: Machine | None = None,
@@ -144,6 +146,7 @@ class Internet:
         Args:
             router: a kind of ``MASQUERADES``; empty: it is on the Internet itself.
             firewall: lets in only what answers, on its own addresses.
+            rejects: its router or firewall answers what it does not let in with a reset, instead of dropping it.
             home: share this machine's network behind its router.
         """
         namespace = self._namespace(name)
@@ -156,10 +159,10 @@ class Internet:
             return Machine(name, namespace, address, public, gateways=home.gateways)
         made = Machine(name, namespace, "", "")
         if router:
-            outer, made.public = self._router(f"{name}-r", router, self._attach)
+            outer, made.public = self._router(f"{name}-r", router, self._attach, rejects)
             made.gateways = [outer]
             if router == "double":
-                inner, _ = self._router(f"{name}-r2", router, lambda gateway, link: self._behind(outer, gateway, link))
+                inner, _ = self._router(f"{name}-r2", router, partial(self._behind, outer), rejects)
                 made.gateways = [inner, outer]
             made.address = self._behind(made.gateways[0], namespace, "eth0")
         elif ipv4:
@@ -168,10 +171,10 @@ class Internet:
             made.address6 = self._attach(namespace, "eth6", ipv6=True)
             made.address, made.public = made.address or made.address6, made.public or made.address6
         if firewall:
-            self._shut(namespace, "")
+            self._shut(namespace, "iifname != lo", rejects)
         return made
 
-    def _router(self, name: str, kind: str, attach: Callable[[str, str], str]) -> tuple[str, str]:
+    def _router(self, name: str, kind: str, attach: Callable[[str, str], str], rejects: bool) -> tuple[str, str]:
         gateway = self._namespace(name)
         public = attach(gateway, "wan")
         self._do(gateway, "sysctl -qw net.ipv4.ip_forward=1", "ip link add name lan type bridge", "ip link set lan up")
@@ -179,7 +182,7 @@ class Internet:
         chain = "'add chain ip nat out { type nat hook postrouting priority srcnat ; }'"
         rule = f"add rule ip nat out oifname wan {MASQUERADES[kind]}"
         self._do(gateway, "nft add table ip nat", f"nft {chain}", f"nft {rule}")
-        self._shut(gateway, "iifname wan")
+        self._shut(gateway, "iifname wan", rejects)
         return gateway, public
 
     def _behind(self, gateway: str, namespace: str, link: str) -> str:
@@ -208,8 +211,9 @@ class Internet:
         _do(f"ip link add name {its_name} netns {one} type veth peer name {other_name} netns {other}")
         self._do(other, f"ip link set {other_name} up")
 
-    def _shut(self, namespace: str, only: str) -> None:
-        """Drop what comes in unasked, on one interface or all but the loopback."""
+    def _shut(self, namespace: str, match: str, rejects: bool) -> None:
+        """Keep out what matches and comes in unasked."""
+        verdict = "reject with tcp reset" if rejects else "drop"
         self._do(namespace, "nft add table inet shut")
         for hook in ("input", "forward"):
             chain = f"'add chain inet shut {hook} {{ type filter hook {hook} priority filter ; }}'"
@@ -218,7 +222,9 @@ class Internet:
                 f"nft {chain}",
                 f"nft add rule inet shut {hook} ct state established,related accept",
                 f"nft add rule inet shut {hook} meta l4proto ipv6-icmp accept",
-                f"nft add rule inet shut {hook} {only or 'iifname != lo'} drop",
+                f"nft add rule inet shut {hook} ct state invalid drop",
+                f"nft add rule inet shut {hook} {match} meta l4proto tcp {verdict}",
+                f"nft add rule inet shut {hook} {match} drop",
             )
 
     def _namespace(self, name: str) -> str:

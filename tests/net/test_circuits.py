@@ -95,6 +95,7 @@ async def _echo(end: Recorder) -> str:
     end.transport.write(text)
     assert await end.until_received(len(text)) == text
     way: str = end.transport.get_extra_info("way")
+    assert (end.transport.get_extra_info("rtt_s") is None) == (way == RELAYED)
     end.transport.close()
     await end.until_lost()
     return way
@@ -108,7 +109,7 @@ def router(kind: str) -> dict[str, Any]:
     ("one", "other", "way"),
     [
         (router("keeps ports"), router("keeps ports"), PUNCHED),
-        (router("keeps ports"), {"firewall": True}, DIRECT),
+        (router("keeps ports"), {"firewall": True, "rejects": True}, DIRECT),
         ({"firewall": True}, router("double"), PUNCHED),
         ({"firewall": True}, {"firewall": True}, DIRECT),
         (router("double"), router("keeps ports"), PUNCHED),

@@ -20,7 +20,18 @@ from wire.codec import encode
 from wire.connection import Connection
 from wire.frame import encode_control
 from wire.handshake import HANDSHAKE_TIMEOUT_S, dial, local_hello
-from wire.messages import ANSWERER, CALLER, DIRECT, RELAYED, Circuit, CircuitJoined, JoinCircuit, Message, SocketAddress
+from wire.messages import (
+    ANSWERER,
+    CALLER,
+    DIRECT,
+    RELAYED,
+    REVERSED,
+    Circuit,
+    CircuitJoined,
+    JoinCircuit,
+    Message,
+    SocketAddress,
+)
 from wire.relay import RelayLimits
 from wire.tls import TlsNetwork
 from wire.transport import MAX_HALF_OPEN_PER_MACHINE, TcpNetwork
@@ -188,6 +199,29 @@ async def test_a_relay_that_stops_ends_its_circuits() -> None:
         await three.relay.close()
         await caller.until_lost()
         await answerer.until_lost()
+    await three.close()
+
+
+@pytest.mark.parametrize("reversed_", [False, True])
+@on_virtual_time
+async def test_the_answerer_may_speak_first_and_the_end_leaves_nothing(reversed_: bool) -> None:
+    class Greeter(Recorder):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            transport.write(b"welcome")
+
+    three, caller, greeter = ThreePeers(MemoryNetwork().at, reversed_=reversed_), Recorder(), Greeter()
+    listener = await three.listen("0.0.0.0", 0, lambda: greeter)
+    await three.connect("b2", listener.address[1], lambda: caller, timeout_s=5)
+    assert await caller.until_received(7) == b"welcome"
+    assert three.ways == [REVERSED if reversed_ else RELAYED]
+    assert three.relay.count_relayed() == (not reversed_)
+    caller.transport.close()
+    await greeter.until_lost()
+    await caller.until_lost()
+    assert not three.relay.relayed
+    assert three.relay.relayed_bytes == (0 if reversed_ else 7)
+    await listener.close()
     await three.close()
 
 
@@ -416,6 +450,10 @@ async def test_a_relays_limit_is_kept_and_shared_fairly() -> None:
         before = len(a.received) + len(b.received)
         await asyncio.sleep(seconds)
         assert len(a.received) + len(b.received) - before == pytest.approx(rate * seconds, rel=0.05)
+        before = len(d.received)
+        sources[2] = _Source(c)  # which gets no more than its share now, though it had less than its share before
+        await asyncio.sleep(seconds)
+        assert len(d.received) - before == pytest.approx(rate * seconds / 2, rel=0.05)
         for source in sources:
             await source.stop()
         for end in (a, b, c, d, e, f):
