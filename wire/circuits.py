@@ -76,7 +76,7 @@ class CircuitNetwork:
 
     Attributes:
         request: asks the seed for a circuit to a peer; set by the owner. Raises ``P2PTrainError``.
-        on_way: called with each circuit that this end joined and its way, one of ``WAYS``.
+        on_way: called with each circuit that this end joined and its way, one of ``WAYS``; empty: it failed.
         half_open: accepted connections that may be of a circuit, until that is known.
         relayed: the circuits that this process relays or expects to.
     """
@@ -101,16 +101,18 @@ class CircuitNetwork:
             await self._inner.connect(host, port, factory, timeout_s=timeout_s)
             return
         check_port(port, least=1)
+        circuit: Circuit | None = None
         try:
             async with asyncio.timeout(timeout_s):
                 circuit = await self.request(peer_id)
                 transport, way = await self._join(circuit)
-        except TimeoutError:
-            text = f"cannot reach {format_address(host, port)}: no circuit within {timeout_s:.3g} s"
-            raise Unreachable(text, remedy="is the other peer still connected to the seed?") from None
-        except (PeerError, NetworkError) as error:
-            text = f"cannot reach {format_address(host, port)}: {error.message}"
-            raise Unreachable(text, remedy=error.remedy) from error
+        except (TimeoutError, PeerError, NetworkError) as error:
+            if circuit is not None:
+                self.on_way(circuit, "")
+            why, remedy = f"no circuit within {timeout_s:.3g} s", "is the other peer still connected to the seed?"
+            if isinstance(error, P2PTrainError):
+                why, remedy = error.message, error.remedy
+            raise Unreachable(f"cannot reach {format_address(host, port)}: {why}", remedy=remedy) from error
         _hand_over(transport, factory(), peername=(host, port), sockname=(peer_host(circuit.caller), 0), way=way)
         self.on_way(circuit, way)
 
@@ -229,11 +231,6 @@ class CircuitNetwork:
     def count_relayed(self, peer_id: str = "") -> int:
         """The circuits that are relayed here: all, or those of one peer."""
         return sum(each.is_used and peer_id in ("", *each.peers) for each in self.relayed)
-
-    @property
-    def relayed_bytes(self) -> int:
-        """Running total of the bytes passed on for others."""
-        return self._pace.total_bytes
 
     def _enter_relayed(self, relayed: RelayedCircuit, join: JoinCircuit, connection: Connection) -> None:
         limits = self.limits

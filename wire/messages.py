@@ -362,11 +362,6 @@ class Circuit(Record):
     relay: Annotated[str, Bound(0, 64)] = ""
     tries_direct: bool = False
 
-    @property
-    def peer(self) -> str:
-        """Id of the other end."""
-        return self.answerer if self.side == CALLER else self.caller
-
 
 class CircuitOffer(Message, kind=30):
     """Seed to peer: join this circuit. ``trial``: only to find its way, then close it."""

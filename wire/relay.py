@@ -193,15 +193,11 @@ class RelayPace:
 
     While the limit is reached, the circuit that was served least is read next, one piece (start-time fair queueing,
     Goyal et al., 1996). A circuit that was idle does not get back what it did not use.
-
-    Attributes:
-        total_bytes: running total of what was read.
     """
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
         self.piece_bytes = min(PIECE_BYTES, max(1 << 10, round(bytes_per_s / 100))) if bytes_per_s else PIECE_BYTES
-        self.total_bytes = 0
         self._paid_at = 0.0  # when the limit allows what was read so far
         self._served_bytes = 0.0  # by the circuit that was served last
         self._waiting: list[tuple[float, int, Callable[[], None]]] = []  # a heap
@@ -210,7 +206,6 @@ class RelayPace:
 
     def allow(self, circuit: RelayedCircuit, take_turn: Callable[[], None], nbytes: int) -> bool:
         """Account for what an end read. Return whether it may read on; if not, ``take_turn`` is called in its turn."""
-        self.total_bytes += nbytes
         if not self._bytes_per_s:
             return True
         now = asyncio.get_running_loop().time()

@@ -126,9 +126,6 @@ class FlowControl(asyncio.Transport):
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self._protocol = cast(asyncio.BufferedProtocol, protocol)
 
-    def get_protocol(self) -> asyncio.BaseProtocol:
-        return self._protocol
-
     def writelines(self, list_of_data: Iterable[WriteData]) -> None:
         for data in list_of_data:
             self.write(data)

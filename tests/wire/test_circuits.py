@@ -220,7 +220,6 @@ async def test_the_answerer_may_speak_first_and_the_end_leaves_nothing(reversed_
     await greeter.until_lost()
     await caller.until_lost()
     assert not three.relay.relayed
-    assert three.relay.relayed_bytes == (0 if reversed_ else 7)
     await listener.close()
     await three.close()
 
@@ -246,6 +245,7 @@ async def test_what_is_wrong_with_a_circuit_is_said_where_it_was_dialled() -> No
     three.alter = lambda circuit: dataclasses.replace(circuit, id="0" * 64)
     with pytest.raises(Unreachable, match=r"cannot reach b2.peer:\d+: relay:\d+ refuses: no such circuit") as caught:
         await three.connect("b2", listener.address[1], Recorder, timeout_s=5)
+    assert three.ways == [""]
     assert "dial again" in caught.value.remedy
     alone = CircuitNetwork(MemoryNetwork())
     with pytest.raises(Unreachable, match="b2 is behind a router, and no seed"):
@@ -458,5 +458,4 @@ async def test_a_relays_limit_is_kept_and_shared_fairly() -> None:
             await source.stop()
         for end in (a, b, c, d, e, f):
             end.transport.abort()
-    assert three.relay.relayed_bytes > 2 * rate * seconds * 0.95
     await three.close()
