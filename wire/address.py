@@ -100,10 +100,9 @@ def is_loopback(host: str) -> bool:
 
 def how_to_join(address: str, role: str = "") -> str:
     """The command with which a peer joins a seed. ``address``: as ``ClusterInfo`` has it. ``role``: empty: a worker."""
-    if is_loopback(address.rpartition(":")[0].strip("[]")):
-        return join_command(address, role)
     option = f" --role {role}" if role else ""
-    return f"{join_command('TICKET', role)}   (`p2ptrain ticket new{option}` prints one)"
+    is_plain = is_loopback(address.rpartition(":")[0].strip("[]"))
+    return join_command(address, role) + f"   (`p2ptrain ticket code{option}` shows its code)" * (not is_plain)
 
 
 def join_command(place: str, role: str) -> str:

@@ -72,11 +72,14 @@ def test_commands_ask_it(command: Command, fake_seed: Any, tmp_path: Path, monke
     assert (outcome.code, "no seed of yours" in outcome.err, list(outcome.json)) == (2, True, ["error"])
 
 
-def test_without_peers_the_hint_names_the_address_or_the_ticket(command: Command, fake_seed: Any) -> None:
+def test_without_peers_the_hint_names_the_address_and_the_code(command: Command, fake_seed: Any) -> None:
     from wire.records import ClusterInfo
 
     fake_seed.answers["peers.list"] = {"peers": []}
-    for address, hint in (("127.0.0.1:7337", "join 127.0.0.1:7337\n"), ("192.168.1.20:7337", "join TICKET   (`p2ptr")):
+    for address, hint in (
+        ("127.0.0.1:7337", "join 127.0.0.1:7337\n"),
+        ("192.168.1.20:7337", "join 192.168.1.20:7337   (`p2ptrain ticket code`"),
+    ):
         cluster = ClusterInfo("c", "attic", "0", address, 0.0, 0, 0)
         fake_seed.answers["cluster.info"] = {"cluster": cluster.to_map()}
         assert hint in command("peers", "list", "--seed", fake_seed.address).err
