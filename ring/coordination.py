@@ -256,6 +256,7 @@ class Signal(Enum):
     RESUME = "a person wants it to go on"
     CANCEL = "a person ends the job"
     SAVE = "a person wants a checkpoint"
+    REFORM = "links between its members are better now: a ring formed again may use them"
     YIELD = "another job waits for workers: a paused one whose state is on a disk lets its own go"
 
 

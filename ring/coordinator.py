@@ -42,7 +42,7 @@ names, and expire with the next event after their time (``Signal.TICK`` tells no
     WAITING   pause                                                    PAUSED
     RUNNING   a newcomer is ready (rule 7)                             RUNNING     SendCatchUp
     RUNNING   newcomer, pause, restore, change of settings, leave,     STOPPING    SendHold
-              withdrawal, a member stays away
+              better links, withdrawal, a member stays away
     RUNNING   a member reports held, broken, done, failed or ready     STOPPING    SendHold
     RUNNING   no member is left, or none came back in time             WAITING
     STOPPING  all are stopped                                          WAITING     (then Mint, if the state is there)
@@ -583,6 +583,10 @@ class Coordinator:
         if self.phase is JobPhase.RUNNING:
             self._stop(now, "settings change")
 
+    def _reform(self, event: Signal, now: float) -> None:
+        if self.phase is JobPhase.RUNNING:
+            self._stop(now, "members reach each other by better links")
+
     @property
     def history(self) -> str:
         return "; ".join(f"{now:.3f} {phase} {event}"[:300] for now, phase, event in self._history)
@@ -1023,5 +1027,6 @@ _HANDLERS: dict[Any, Callable[[Coordinator, Any, float], None]] = {
     Signal.RESUME: Coordinator._resume,
     Signal.CANCEL: Coordinator._cancel,
     Signal.SAVE: Coordinator._save,
+    Signal.REFORM: Coordinator._reform,
     Signal.YIELD: Coordinator._yield,
 }

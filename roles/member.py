@@ -31,13 +31,17 @@ from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused, StorageE
 from p2ptrain.core.ids import is_id, new_id
 from p2ptrain.core.texts import printable
 from p2ptrain.core.world import World
+from roles.circuits import RELAYS, SeedCircuits
 from roles.gauges import Gauges
 from roles.seed_link import KnownSeeds, Notify, RetryTimeS, SeedLink, load_terms, no_retry, store_terms
 from wire.address import advertised_host
+from wire.circuits import CircuitNetwork
 from wire.connection import Connection
 from wire.enrol import LOOK_S, RunMembership
 from wire.handshake import Refusals, local_hello, local_welcome, serve
 from wire.messages import (
+    CircuitOffer,
+    CircuitOrder,
     EventNotice,
     Heartbeat,
     Hello,
@@ -54,6 +58,8 @@ from wire.text_messages import DrafterAddress, DrafterList, Serving
 MAX_SLOTS = 64
 PURPOSES = {"verifier": ("generate",), "drafter": ("draft",)}
 """Role → the purposes for which its members are dialled."""
+ASK_S = 5.0
+"""For the seed to arrange a circuit: it only sends messages."""
 REPORT_S = 1.0
 """Interval of checks whether the ``Serving`` record changed, besides calls of ``changed``."""
 REPORT_INTERVAL_S = 0.1
@@ -126,6 +132,7 @@ class MemberOptions:
         advertise: the address told to others; "" or 0: the one that the seed sees.
         capabilities: device and memory, shown to people and used for placement.
         retry_time_s: for a seed that does not answer yet.
+        circuits: the lowest part of the world's network that reaches peers behind routers; None: it has none.
     """
 
     role: str
@@ -135,6 +142,7 @@ class MemberOptions:
     capabilities: dict[str, Scalar]
     others: tuple[tuple[str, int], ...] = ()
     retry_time_s: RetryTimeS = no_retry
+    circuits: CircuitNetwork | None = None
 
 
 class MemberProcess(ABC):
@@ -178,6 +186,10 @@ class MemberProcess(ABC):
             on_up=self._on_connected,
             on_down=self._on_disconnected,
         )
+        self._circuits: SeedCircuits | None = None
+        if options.circuits is not None:
+            ask = partial(self._link.ask, timeout_s=ASK_S)
+            self._circuits = SeedCircuits(options.circuits, ask, lambda: self._link.address)
 
     # --------------------------------------------------------------------------------------------- what each role does
 
@@ -207,16 +219,21 @@ class MemberProcess(ABC):
                 self._notify_here(level, "seed", printable(text))
             case Refuse():
                 raise Refused(message.code, message.message, remedy=message.remedy)
+            case CircuitOffer() | CircuitOrder():
+                if self._circuits is not None:
+                    self._circuits.take(message)
             case _:
                 raise ProtocolError(f"unexpected message {type(message).__name__} from the seed to a {self.role}")
 
     def _make_hello(self) -> Hello:
+        circuits = self._options.circuits
+        relays = circuits is not None and circuits.limits.circuits > 0
         return local_hello(
             peer_id=self.peer_id,
             name=self.name,
             roles=[self.role],
             purpose="peer",
-            capabilities={**self._options.capabilities, "listens": self._options.listen[0]},
+            capabilities={**self._options.capabilities, "listens": self._options.listen[0], RELAYS: relays},
             host=self._options.advertise[0],
             port=self._options.advertise[1] or self._port,
         )
@@ -272,6 +289,8 @@ class MemberProcess(ABC):
             raise first_error(group) from None
         finally:
             await server.close()
+            if self._circuits is not None:
+                await self._circuits.stop()
             self._disk.close()
         if self._problem is not None:
             raise self._problem
@@ -301,6 +320,9 @@ class MemberProcess(ABC):
         if self._membership is not None:
             self._renewing = self._tasks.create_task(self._renew(self._membership), name="certificate")
         self._notify_here("info", "joined", f"joined {welcome.name} ({welcome.cluster_id})")
+        if welcome.unreached:
+            text = f"behind a router or a firewall, as the seed sees it: {printable(welcome.unreached)}"
+            self._notify_here("info", "behind-router", f"{text}; others reach this machine over circuits")
         self._on_welcome(welcome)
 
     def _on_disconnected(self, problem: P2PTrainError) -> None:

@@ -192,8 +192,13 @@ class SeedLink:
         self._calls = PendingCalls()
 
     @property
+    def address(self) -> Address:
+        """Where the current or last seed was dialled."""
+        return self._seeds.addresses[0]
+
+    @property
     def host(self) -> str:
-        return self._seeds.addresses[0][0]
+        return self.address[0]
 
     @property
     def up(self) -> bool:

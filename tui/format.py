@@ -139,16 +139,17 @@ def rate(per_s: float | None, unit: str = "bit/s") -> str:
     return _scale(per_s, (f" {unit}", f" k{unit}", f" M{unit}", f" G{unit}"), 1000.0)
 
 
-def ways(latency_ms: float | None, bits_per_s: float | None) -> tuple[str, ...]:
-    """Texts for a link, the longest first: ``98.2 Mbit/s · 20 ms``, ``98.2M 20 ms``, ``98.2M``; empty if nothing is
-    known."""
-    if latency_ms is None:
-        return ()
-    late = millis(latency_ms)
-    if bits_per_s is None:
-        return (late,)
-    short = rate(bits_per_s, "").replace(" ", "")
-    return (f"{rate(bits_per_s)} · {late}", f"{short} {late}", short)
+def link_texts(latency_ms: float | None, bits_per_s: float | None, way: str = "") -> tuple[str, ...]:
+    """Texts for a link, the longest first: ``98.2 Mbit/s · 20 ms``, ``98.2M 20 ms``, ``98.2M``, each also with its
+    way; empty if nothing is known."""
+    figures: tuple[str, ...] = ()
+    if latency_ms is not None:
+        late = millis(latency_ms)
+        short = rate(bits_per_s, "").replace(" ", "")
+        figures = (f"{rate(bits_per_s)} · {late}", f"{short} {late}", short) if bits_per_s is not None else (late,)
+    if not way:
+        return figures
+    return (*(f"{text} {way}" for text in figures), way, way.split(" ", 1)[0])
 
 
 def millis(value: float | None) -> str:

@@ -225,7 +225,7 @@ class PeersPanel(TablePanel):
         if peer.model:
             serving = [info for info in frame.store.serving.values() if info.peer == key]
             parts = [f"{', '.join(peer.roles)} of {peer.model}", *_serving_words(peer, serving), *parts[:2]]
-        return [[Span(f"{peer.name}  ", "strong"), Span(" · ".join([*parts, peer.address]), "dim")]]
+        return [[Span(f"{peer.name}  ", "strong"), Span(" · ".join([*parts, peer.place]), "dim")]]
 
 
 def _gpu(gpu: GpuInfo) -> str:

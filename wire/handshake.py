@@ -29,6 +29,7 @@ from p2ptrain import __version__
 from p2ptrain.core.errors import (
     ConnectionLost,
     DeadlineExceeded,
+    NetworkError,
     P2PTrainError,
     PeerError,
     ProtocolError,
@@ -39,6 +40,7 @@ from p2ptrain.core.errors import (
 from p2ptrain.core.texts import printable
 from p2ptrain.core.world import Listener, Network, OnProblem, ProtocolFactory
 from wire.address import MEMBER_PORT, format_address, is_loopback
+from wire.circuits import peer_host, peer_of_host
 from wire.connection import Connection, last_word
 from wire.messages import PROTOCOL_VERSION, Hello, Message, RefusalCode, Refuse, Welcome
 from wire.transport import HalfOpen, no_answer
@@ -176,6 +178,14 @@ class Dialler(Protocol):
     async def connect(self, host: str, port: int, factory: ProtocolFactory, *, timeout_s: float) -> None: ...
 
 
+CIRCUIT_AFTER_S = 1.5
+"""A peer that was not reached so long after it was dialled is also dialled over a circuit."""
+_WRONG_MACHINE = frozenset(
+    {RefusalCode.IDENTITY, RefusalCode.CERTIFICATE_UNTRUSTED, RefusalCode.TLS_REQUIRED, RefusalCode.NOT_ENCRYPTED}
+)
+"""Refusals of, or by, a machine that is not the peer that was dialled: in this network its address is another's."""
+
+
 async def dial(
     network: Dialler,
     host: str,
@@ -188,6 +198,9 @@ async def dial(
 ) -> tuple[Connection, Welcome]:
     """Connect, send ``hello``, and wait for the ``Welcome``. Any failure, also cancellation, closes the connection.
 
+    If the peer is known by its id, and does not answer at its address soon, it is dialled over a circuit, too: perhaps
+    the seed can reach it there and this peer cannot. The first connection counts.
+
     Args:
         timeout_s: for everything, from the first packet to the answer; ``HANDSHAKE_TIMEOUT_S`` of it to connect.
         expect_peer, expect_role: what the peer's certificate must name, over TLS. If it does not, ``hello`` is not
@@ -195,8 +208,55 @@ async def dial(
             certificate: it is on the loopback, and the machine is trusted. Its ``Welcome`` must name ``expect_peer``.
 
     Raises:
-        Unreachable, Refused, ProtocolError, DeadlineExceeded, ConnectionLost
+        Unreachable, Refused, ProtocolError, DeadlineExceeded, ConnectionLost: those of the address.
     """
+    now = asyncio.get_running_loop().time
+    deadline = now() + timeout_s
+    at = partial(_dial_at, network, port=port, hello=hello, expect_peer=expect_peer, expect_role=expect_role)
+    if not expect_peer or peer_of_host(host):
+        return await at(host, timeout_s=timeout_s)
+    direct = asyncio.create_task(at(host, timeout_s=timeout_s), name="dial")
+    tasks = [direct]
+    try:
+        await asyncio.wait(tasks, timeout=min(CIRCUIT_AFTER_S, timeout_s / 2))
+        if _may_be_elsewhere(direct):
+            over = at(peer_host(expect_peer), timeout_s=max(deadline - now(), 0.0))
+            tasks.append(asyncio.create_task(over, name="dial over a circuit"))
+        while not (reached := [task for task in tasks if task.done() and task.exception() is None]):
+            waiting = [task for task in tasks if not task.done()]
+            if not waiting or not _may_be_elsewhere(direct):
+                break
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        chosen = reached[0] if reached else direct
+        tasks.remove(chosen)
+        return chosen.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if not isinstance(result, BaseException):
+                result[0].abort()
+
+
+def _may_be_elsewhere(dialling: asyncio.Task[tuple[Connection, Welcome]]) -> bool:
+    """Whether the peer may live although it has not answered at its address."""
+    if not dialling.done():
+        return True
+    problem = dialling.exception()
+    wrong_machine = isinstance(problem, Refused) and problem.code in _WRONG_MACHINE
+    return wrong_machine or isinstance(problem, NetworkError | ProtocolError)
+
+
+async def _dial_at(
+    network: Dialler,
+    host: str,
+    port: int,
+    hello: Hello,
+    *,
+    timeout_s: float,
+    expect_peer: str,
+    expect_role: str,
+) -> tuple[Connection, Welcome]:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     connection = Connection()

@@ -101,6 +101,7 @@ class Welcome(Message, kind=2):
         heartbeat_s, death_s: heartbeat interval, and silence after which the caller is dead; 0 for no heartbeats.
         wall: the answerer's wall clock in Unix seconds, to detect clock skew.
         term: of a seed: grows when it is restored from a backup.
+        unreached: of a seed: why it cannot dial the caller, which others reach over circuits; empty: it can.
     """
 
     version: int
@@ -112,6 +113,7 @@ class Welcome(Message, kind=2):
     heartbeat_s: float = 0.0
     death_s: float = 0.0
     term: int = 0
+    unreached: str = ""
 
 
 class RefusalCode(StrEnum):

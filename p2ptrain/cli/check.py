@@ -35,7 +35,7 @@ from p2ptrain.core.errors import P2PTrainError, Unreachable, UserError
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.texts import human_time, printable
 from p2ptrain.core.world import Clock, LoopClock, Network
-from wire.address import format_address
+from wire.address import format_address, how_to_open
 from wire.handshake import PERMITTED, PeerServer, dial, local_hello, local_welcome, serve
 from wire.messages import Hello, Leave, RefusalCode, Refuse, Welcome
 from wire.transport import TcpNetwork, resolve, unreachable
@@ -61,8 +61,8 @@ class ProbeSkipped(Exception):
     """A probe that this caller may not make; the text says why."""
 
 
-Probe: TypeAlias = "tuple[str, bool, Callable[[], Awaitable[str]]]"
-"""Its name; whether all later probes need it; and its work, which returns what it saw, or raises."""
+Probe: TypeAlias = "tuple[str, bool, Callable[[], Awaitable[str | ProbeResult]]]"
+"""Its name; whether all later probes need it; and its work, which returns what it saw or its result, or raises."""
 
 
 def check(
@@ -73,7 +73,8 @@ def check(
 ) -> None:
     """Find out why this machine cannot join a seed: one line for each thing that can go wrong.
 
-    The seed dials this machine back, as it does when it joins. Clocks and round trips need an operator's access.
+    The seed dials this machine back, as it does when it joins, to tell in which way others will reach it. Clocks and
+    round trips need an operator's access.
 
     \b
     Examples:
@@ -121,7 +122,8 @@ async def run_probes(probes: list[Probe], report: Callable[[ProbeResult], None])
             report(ProbeResult(name, None, "skipped"))
             continue
         try:
-            report(ProbeResult(name, True, await work()))
+            found = await work()
+            report(found if isinstance(found, ProbeResult) else ProbeResult(name, True, found))
         except ProbeSkipped as reason:
             report(ProbeResult(name, None, f"skipped: {reason}"))
         except P2PTrainError as error:
@@ -234,13 +236,18 @@ class ProbeContext:
             self._pings.append((trip_s, theirs - (wall + trip_s / 2)))
         return self._pings
 
-    async def be_dialled_back(self) -> str:
+    async def be_dialled_back(self) -> ProbeResult:
         """Let the seed dial a port of ours, as other workers would."""
         access = await self._reach(self._role)
         port = await self._listen(access)
-        connection, _ = await self._call(access, self._role, "probe", port)
+        connection, welcome = await self._call(access, self._role, "probe", port)
         await connection.close()
-        return f"the seed can reach this machine at {format_address(connection.ends.local[0], port)}"
+        if not welcome.unreached:
+            at = format_address(connection.ends.local[0], port)
+            return ProbeResult("dial-back", True, f"the seed can reach this machine at {at}: others dial it")
+        way = "others reach it through a relay, and directly where both routers keep ports or over IPv6"
+        detail = f"this machine can take part: {way}. It is behind a router or a firewall: {welcome.unreached}"
+        return ProbeResult("dial-back", True, detail, f"to be dialled by all, {how_to_open(port)}")
 
     async def join_and_leave(self) -> str:
         """Join in the ticket's role, else as a worker, and leave before there is anything to do."""

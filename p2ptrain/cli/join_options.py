@@ -16,6 +16,7 @@ from p2ptrain.cli.runtime import (
     LinkOption,
     MemberPortOption,
     NameOption,
+    RelayOption,
     SeedArgument,
     SplitOption,
     StragglerOption,
@@ -90,6 +91,7 @@ class JoinOptions:
         min=0.001,
         max=1e3,
     )
+    relay: RelayOption = None
     data: str = option_field(
         "--data PATH",
         "For a worker: its own text, in jobs with data.private = true; default: data.path of the job.",

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from p2ptrain.cli.runtime import relay_limits
 from p2ptrain.cluster.access import MENDED_BY_A_TICKET, Access, Caller, place_of, reach_one, usual_host
 from p2ptrain.cluster.console import Console, stoppable, unless_stopped
 from p2ptrain.cluster.discovery import discover
@@ -24,11 +25,12 @@ from p2ptrain.core.errors import P2PTrainError, Refused
 from p2ptrain.core.hours import OpenHours
 from p2ptrain.core.texts import human_seconds
 from p2ptrain.core.threads import SlowThreads
-from p2ptrain.core.world import LoopClock, Network, World, real_world
+from p2ptrain.core.world import LoopClock, World, real_world
 from roles.member import Identity, MemberOptions, claim
 from roles.seed_link import RetryTimeS, is_transient, until_reached
 from roles.worker.build import capabilities
 from wire.address import format_address
+from wire.circuits import CircuitNetwork
 from wire.emulate import EmulatedNetwork, preset_named
 from wire.messages import RefusalCode, Scalar
 from wire.transport import TcpNetwork, every_interface
@@ -43,12 +45,13 @@ CLOCK_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class JoinContext:
-    """What this process joins with: its identity, its terminal, a way to the seed, and where to listen. ``others``:
-    seeds to try if this one is lost."""
+    """What this process joins with: its identity, its terminal, a way to the seed, its circuits, and where to listen.
+    ``others``: seeds to try if this one is lost."""
 
     identity: Identity
     console: Console
     access: Access
+    circuits: CircuitNetwork
     listen: tuple[str, int | None]
     others: tuple[tuple[str, int], ...]
     retry_time_s: RetryTimeS
@@ -74,7 +77,7 @@ async def run_member(options: JoinOptions, make: Callable[[JoinContext], MemberR
     if not options.no_discovery:
         place = await unless_stopped(stop, discover(options.address, console))
         options = options if place is None else replace(options, address=format_address(*place))
-    base, role, targets = _network(options.link), options.role, options.targets
+    base, role, targets = _network(options), options.role, options.targets
     identity = claim(RealDisk(), options.root, role=role, name=options.name, slot=options.slot)
     places = [place_of(target) for target in targets]
     states = [options.root, default_state_dir()]
@@ -114,7 +117,7 @@ async def run_member(options: JoinOptions, make: Callable[[JoinContext], MemberR
             console.event("info", f"{role} {identity.name} ({identity.peer_id}) joins {format_address(*seed)}")
             others = tuple(place for place in places if place != seed)
             listen = listen_host or usual_host(access.host), options.port
-            run = make(JoinContext(identity, console, access, listen, others, retry_time_s))
+            run = make(JoinContext(identity, console, access, base, listen, others, retry_time_s))
             try:
                 await run(ending)
                 if closing is None or stop.is_set():
@@ -164,9 +167,11 @@ def member_options(options: JoinOptions, context: JoinContext, **more: Scalar) -
         capabilities=capabilities(options.device) | more,
         others=context.others,
         retry_time_s=context.retry_time_s,
+        circuits=context.circuits,
     )
 
 
-def _network(link: str) -> Network:
+def _network(options: JoinOptions) -> CircuitNetwork:
     tcp = TcpNetwork()
-    return EmulatedNetwork(tcp, preset_named(link), os.getpid()) if link else tcp
+    inner = EmulatedNetwork(tcp, preset_named(options.link), os.getpid()) if options.link else tcp
+    return CircuitNetwork(inner, limits=relay_limits(options.relay))

@@ -63,7 +63,7 @@ def print_peers(found: list[PeerInfo], serving: Sequence[ServingInfo] = ()) -> N
             f"{human_bytes(peer.memory_bytes)} / {human_bytes(peer.memory_total_bytes)}",
             *(_serving_cells(peer, [info for info in serving if info.peer == peer.id]) if serving else ()),
             *((str(peer.accepted), str(peer.refused), _describe_staleness(peer)) if pushes else ()),
-            peer.address,
+            peer.place,
         )
         for peer in found
     ]

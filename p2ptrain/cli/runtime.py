@@ -23,6 +23,7 @@ from p2ptrain.core.texts import printable
 
 if TYPE_CHECKING:
     from wire.client import SeedClient
+    from wire.relay import RelayLimits
 
 T = TypeVar("T")
 
@@ -82,6 +83,14 @@ ApiKeyOption = Annotated[Path | None, option("--api-key-file FILE", "With --http
 _PORT_HELP = f"""Listen for the seed and other members on this port; 0: any free one. Default: {MEMBER_PORT}, or any
 free one if that is taken, or if all is on this machine."""
 MemberPortOption = Annotated[int | None, option("--port PORT", _PORT_HELP, min=0, max=65535)]
+RelayOption = Annotated[
+    float | None,
+    option(
+        "--relay MB/S",
+        "Pass on at most so many megabytes a second between peers behind routers; 0: none. Default: no limit.",
+        min=0,
+    ),
+]
 SplitOption = Annotated[
     int | None, option("--split [N]", "Split the model over N workers; no number: the fastest number.", min=0)
 ]
@@ -92,6 +101,13 @@ DryRunOption = Annotated[
     bool, option("--dry-run", "Only show what a step is predicted to cost, and the plan of a split model.")
 ]
 SetOption = Annotated[list[str], option("--set TABLE.KEY=VALUE", "Override one setting; may be repeated.")]
+
+
+def relay_limits(relay: float | None) -> RelayLimits:
+    """What ``--relay`` allows."""
+    from wire.relay import RelayLimits
+
+    return RelayLimits(circuits=0) if relay == 0 else RelayLimits(bytes_per_s=1e6 * (relay or 0.0))
 
 
 def loop_factory(*, children: bool = False) -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -21,9 +21,11 @@ from p2ptrain.cli.runtime import (
     STATE_DEFAULT,
     WEB_EXAMPLE,
     NameOption,
+    RelayOption,
     SetOption,
     host_and_port,
     option_field,
+    relay_limits,
     run,
     takes_options,
 )
@@ -69,6 +71,7 @@ class SeedOptions:
         " (the oldest job first; nobody moves).",
         "matching",
     )
+    relay: RelayOption = None
     http: str = option_field("--http HOST:PORT", "Address of the web page and the HTTP API; default: none.", "")
     http_cert: Path | None = option_field(
         "--http-cert FILE", "With --http: a certificate (PEM); default: its own.", None
@@ -155,12 +158,14 @@ async def _serve(options: SeedOptions, first_job: Profile | None, *, encrypted: 
     from p2ptrain.cluster.discovery import announce
     from p2ptrain.core.world import real_world
     from roles.seed.run import serving_seed
+    from wire.circuits import CircuitNetwork
     from wire.transport import TcpNetwork
 
     web, root = options.web, options.root
+    circuits = CircuitNetwork(TcpNetwork(), limits=relay_limits(options.relay))
     console, stop = stoppable(with_parent=options.with_parent)
     serving = serving_seed(
-        real_world(TcpNetwork()),
+        real_world(circuits),
         state_dir=root / "seed",
         host=options.host,
         port=options.port,
@@ -170,6 +175,7 @@ async def _serve(options: SeedOptions, first_job: Profile | None, *, encrypted: 
         tracker_environ=os.environ,
         on_alarm=partial(console.event, "error"),
         policy=options.pool,
+        circuits=circuits if circuits.limits.circuits else None,
     )
     async with serving as listening, AsyncExitStack() as stack:
         bound, port = listening.address

@@ -100,6 +100,9 @@ def status(
     if shown := (unfinished or jobs)[-SHOWN:]:
         typer.echo()
         print_jobs(shown)
+        for job in shown:
+            if text := job.ways_text({peer.id: peer.name for peer in peers}):
+                typer.echo(printable(f"links of {job.name}: {text}"))
     typer.echo()
     for text in problems[:SHOWN] or ["nothing needs attention"]:
         typer.echo(f"{'!' if problems else '✓'} {printable(text)}")

@@ -387,7 +387,8 @@ async def connect_operator(access: Access, others: Sequence[tuple[str, int]] = (
 async def open_operator(
     seed: str | tuple[str, int], *, state: Path | None = None, afresh: bool = False
 ) -> tuple[Access, SeedClient]:
-    """Reach and dial the seed, and renew a certificate that has lived half its life.
+    """Reach and dial the seed, and renew a certificate that has lived half its life. The network of the access also
+    reaches peers behind routers.
 
     If the seed no longer honours the stored credentials, a new ticket is spent.
 
@@ -400,11 +401,24 @@ async def open_operator(
         UserError: it is no address and no ticket, or a ticket is needed; else as ``reach``, ``connect_operator`` and
             ``RunMembership.renew``.
     """
+    from roles.circuits import SeedCircuits
+    from wire.circuits import CircuitNetwork
+
     root = state or default_state_dir()
     targets = read_targets(seed) if isinstance(seed, str) else [seed]
-    access = await reach_one(targets, Caller("operator", root / "operator", [root]), TcpNetwork(), afresh=afresh)
+    places, circuits = [place_of(target) for target in targets], CircuitNetwork(TcpNetwork())
+    access = await reach_one(targets, Caller("operator", root / "operator", [root]), circuits, afresh=afresh)
+
+    async def ask(method: str, params: dict[str, Any]) -> dict[str, Any]:
+        once = await connect_operator(access, places)
+        try:
+            return await once.request(method, params, timeout_s=CONNECT_TIMEOUT_S)
+        finally:
+            await once.close()
+
+    SeedCircuits(circuits, ask, lambda: (access.host, access.port))
     try:
-        client = await connect_operator(access, [place_of(target) for target in targets])
+        client = await connect_operator(access, places)
     except Refused as refusal:
         if afresh or access.member is None or refusal.code not in MENDED_BY_A_TICKET:
             raise

@@ -51,6 +51,7 @@ class MemoryNetwork:
         self.transports: dict[_MemoryTransport, None] = {}  # an ordered set
         self.cut_paths: set[frozenset[str]] = set()
         self.deaf: set[tuple[str, str]] = set()  # source, target
+        self.closed: set[str] = set()  # hosts behind a router, which no other host can dial
         self._mended = asyncio.Event()
         self._ports = itertools.count(49152)
 
@@ -71,7 +72,7 @@ class MemoryNetwork:
         except TimeoutError as error:
             raise unreachable(host, port, error, timeout_s) from error
         listener = self.listeners.get((target, port)) or self.listeners.get((ANY_NAME, port))
-        if listener is None or path in self.cut_paths:
+        if listener is None or path in self.cut_paths or (target in self.closed and target != self._host):
             raise unreachable(host, port, ConnectionRefusedError(), timeout_s)
         here, there = (self._host, self._free_port()), (target, port)
         dialler = _MemoryTransport(self, path, factory(), sockname=here, peername=there)

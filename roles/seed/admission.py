@@ -1,7 +1,7 @@
 """Who is let in: which peers and operators the seed admits, and which get a certificate (``wire.enrol``: the protocol).
 
-The seed dials a peer back before it admits it. Neighbours could hardly reach a peer that the seed cannot reach. Such a
-peer is refused at once, with a remedy, instead of breaking a ring later.
+The seed dials a peer back before it admits it. If it cannot reach the peer, others hardly can: the peer is *behind a
+router*, and others reach it over circuits (``roles.seed.circuits``). The certificates still tell who is at the ends.
 
 A seed without an authority uses plain TCP on the loopback: it admits all peers, and cannot verify who they are.
 """
@@ -19,17 +19,17 @@ from p2ptrain.core.world import World
 from roles.seed.authority import FIRST_TICKET_S, LONGEST_TICKET_S, MAX_USES, ROLES, Authority, TicketRecord
 from roles.seed.join_codes import CODE_LIFETIME_S, JoinCodes
 from roles.seed.overview import SeedIdentity
-from roles.seed.peers import NAME_CHARS, ConnectedPeer, PeerTable, check_hello, seed_beats, send_if_open
+from roles.seed.peers import NAME_CHARS, ConnectedPeer, PeerTable, Reach, check_hello, seed_beats, send_if_open
 from wire.address import (
     NONCE_BYTES,
     Ticket,
     dialable_host,
     format_address,
-    how_to_open,
     is_loopback,
     parse_address,
     verify_proof,
 )
+from wire.circuits import peer_host
 from wire.connection import Connection, last_word
 from wire.handshake import HANDSHAKE_TIMEOUT_S, PERMITTED, dial, local_hello, local_welcome
 from wire.messages import CodeShare, EnrolGranted, EnrolOffer, EnrolRequest, Hello, RefusalCode, Refuse, Welcome
@@ -38,6 +38,8 @@ from wire.transport import is_out_of_files
 MAX_PEERS = 1024
 DIAL_BACK_S = 10.0
 """For a peer that the seed dials back. It may be loading torch on a slow machine."""
+FAR_MS = 50.0
+"""Round trip that is assumed of a peer behind a router where the kernel does not tell it: beats for far peers."""
 MAX_OPERATORS = 64
 MAX_HOST_CHARS = 255
 SHORTEST_TICKET_S = 1.0
@@ -214,14 +216,14 @@ class Acceptor:
 
     Attributes:
         host: the address on which the seed listens.
-        measured: round trip in ms to each admitted peer, until ``Seed`` serves it.
+        reached: how each admitted peer is reached, until ``Seed`` serves it.
         operators: the connection of each operator → its software.
     """
 
     def __init__(self, identity: SeedIdentity, world: World, enrolment: EnrolmentPolicy, peers: PeerTable) -> None:
         self.closed = False
         self.host = "127.0.0.1"
-        self.measured: WeakKeyDictionary[Connection, float] = WeakKeyDictionary()
+        self.reached: WeakKeyDictionary[Connection, Reach] = WeakKeyDictionary()
         self.operators: dict[Connection, str] = {}
         self._identity, self._world, self._enrolment, self._peers = identity, world, enrolment, peers
 
@@ -259,29 +261,34 @@ class Acceptor:
         host = hello.host or connection.ends.remote[0]
         old = self._peers.connected.get(hello.peer_id)
         if old is not None and not self._is_replaced(old, host, hello.port):
-            text = f"a {old.role} with this id ({hello.peer_id}) is already here, as {old.name} at {old.host}"
+            text = f"a {old.role} with this id ({hello.peer_id}) is already here, as {old.name} at {old.origin}"
             return Refuse(RefusalCode.DUPLICATE_PEER, text, "stop the other one, or give this one its own --state")
         listens = hello.capabilities.get("listens")
-        if isinstance(listens, str) and is_loopback(listens) and not is_loopback(self.host):
+        is_here = is_loopback(connection.ends.remote[0]) and not is_loopback(self.host)
+        if is_here and isinstance(listens, str) and is_loopback(listens):
             text = "this peer listens on the loopback only, so members on other machines cannot reach it"
             return Refuse(RefusalCode.LOOPBACK_ONLY, text, "join with --host 0.0.0.0")
         if len(self._peers.connected) >= MAX_PEERS:
             return Refuse(RefusalCode.FULL, f"{MAX_PEERS} peers are connected, the limit", "start another seed")
-        began = self._world.clock.now()
+        began, problem = self._world.clock.now(), ""
         try:
             await self._dial_back(host, hello.port, hello.peer_id)
-        except P2PTrainError as problem:
-            return refuse_unreached(problem, hello.port)
-        rtt_ms = (self._world.clock.now() - began) / 2 * 1e3  # TCP's handshake is one round trip, ours another
+        except P2PTrainError as error:
+            if is_passing(error):
+                text = f"the seed dialled this machine back: {error.message}"
+                return Refuse(RefusalCode.TOO_SLOW, text, error.remedy)
+            problem = error.message
+        # TCP's handshake is one round trip, ours another. The time of a failure tells nothing: then it may be far.
+        rtt_ms = FAR_MS if problem else (self._world.clock.now() - began) / 2 * 1e3
         if (least_s := connection.least_rtt_s) is not None:
             rtt_ms = min(rtt_ms, least_s * 1e3)  # the kernel answers in time, even while the worker loads libraries
-        self.measured[connection] = rtt_ms
-        return self._welcome(*seed_beats(rtt_ms, len(self._peers.connected)))
+        self.reached[connection] = Reach(peer_host(hello.peer_id) if problem else host, rtt_ms, problem)
+        return self._welcome(*seed_beats(rtt_ms, len(self._peers.connected)), unreached=problem)
 
     def _is_replaced(self, old: ConnectedPeer, host: str, port: int) -> bool:
         silent_s = self._world.clock.now() - old.connection.last_heard
         closed = old.connection.closed.is_set() or old.connection.close_cause is not None
-        return closed or silent_s > 2 * old.detector.heartbeat_s or (old.host, old.port) == (host, port)
+        return closed or silent_s > 2 * old.detector.heartbeat_s or (old.origin, old.port) == (host, port)
 
     async def _dial_back(self, host: str, port: int, peer_id: str) -> None:
         """Check that a peer can be reached. Raises ``P2PTrainError`` if it cannot."""
@@ -298,7 +305,7 @@ class Acceptor:
         connection, _ = await dial(network, host, port, hello, timeout_s=DIAL_BACK_S, expect_peer=peer_id)
         await connection.close()
 
-    def _welcome(self, heartbeat_s: float, death_s: float) -> Welcome:
+    def _welcome(self, heartbeat_s: float, death_s: float, **more: str) -> Welcome:
         return local_welcome(
             peer_id=self._identity.cluster_id,
             name=self._identity.name,
@@ -307,14 +314,11 @@ class Acceptor:
             heartbeat_s=heartbeat_s,
             death_s=death_s,
             term=self._identity.term,
+            **more,
         )
 
 
-def refuse_unreached(problem: P2PTrainError, port: int) -> Refuse:
-    """The answer to a peer that was not reached back: it may try again if it, or this seed, is only busy."""
+def is_passing(problem: P2PTrainError) -> bool:
+    """Whether a peer that was not reached may soon be: it, or this seed, is only busy."""
     slow = isinstance(problem, Refused) and problem.code in (RefusalCode.BUSY, RefusalCode.TOO_SLOW)
-    if slow or isinstance(problem, DeadlineExceeded) or is_out_of_files(problem.__cause__):
-        text = f"the seed dialled this machine back: {problem.message}"
-        return Refuse(RefusalCode.TOO_SLOW, text, problem.remedy)
-    text = f"the seed cannot reach this machine back: {problem.message}"
-    return Refuse(RefusalCode.UNREACHABLE, text, how_to_open(port))
+    return slow or isinstance(problem, DeadlineExceeded) or is_out_of_files(problem.__cause__)

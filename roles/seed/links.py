@@ -13,6 +13,7 @@ import asyncio
 import math
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from itertools import permutations
 from typing import Annotated, Any
 
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
@@ -56,6 +57,13 @@ class LinkTable:
             del self._at[oldest], known[oldest]
         self.known = known
         self.changes += 1
+
+    def forget(self, ends: Collection[str]) -> None:
+        """Forget the measurements between two peers: their link takes another path now."""
+        old = self._at.keys() & set(permutations(ends))
+        self.known = {pair: quality for pair, quality in self.known.items() if pair not in old}
+        self._at = {pair: at for pair, at in self._at.items() if pair not in old}
+        self.changes += bool(old)
 
     def to_measure(self, origin: str, others: Collection[str], now: float) -> list[str]:
         """The peers to which ``origin`` should measure its link: unknown links first, then the oldest."""

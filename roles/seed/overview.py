@@ -133,6 +133,7 @@ class Overview:
             part_bytes=peer.offer.memory_bytes,
             cores=whole(peer.hello.capabilities.get("cores"), 1 << 16),
             threads=whole(peer.hello.capabilities.get("threads"), 1 << 16),
+            router="" if peer.is_dialled else peer.origin,
             **figures,
         )
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError
 from p2ptrain.core.ids import is_id
@@ -22,9 +22,11 @@ from ring.coordination import STATUSES, JobWorker
 from ring.detector import FailureDetector, beat_defaults
 from ring.token import is_lineage
 from ring.view import View
+from roles.circuits import MADE, OPEN
 from roles.line import receive_in_time
 from wire.address import is_loopback
 from wire.chain_messages import PartsHeld
+from wire.circuits import peer_of_host
 from wire.client import PendingCalls
 from wire.connection import Connection, Received, last_word
 from wire.enrol import RENEW
@@ -44,6 +46,15 @@ SPEED = "compute_flops"
 """Key in a heartbeat's stats: floating-point operations per second, measured by the worker."""
 GAUGES = "gauges"
 """Capability in a ``Hello``: the worker will measure ``SPEED``."""
+
+
+class Reach(NamedTuple):
+    """How the seed reaches a peer: ``host`` for others to dial, and the round trip. ``unreached``: why others dial a
+    circuit; empty: the seed has dialled it."""
+
+    host: str
+    rtt_ms: float
+    unreached: str
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +100,16 @@ class ConnectedPeer:
     @property
     def id(self) -> str:
         return self.hello.peer_id
+
+    @property
+    def origin(self) -> str:
+        """The address at which it says it is, or from which it dialled the seed: perhaps that of a router."""
+        return self.hello.host or str(self.connection.ends.remote[0])
+
+    @property
+    def is_dialled(self) -> bool:
+        """Whether others dial it. If not, they reach it over circuits."""
+        return not peer_of_host(self.host)
 
     @property
     def role(self) -> str:
@@ -328,9 +349,11 @@ def part_infos_of(peer_id: str, peer_name: str, message: PartsHeld) -> dict[str,
     return infos
 
 
-ASKED_BY = {"verifier": {"workers.list", "peers.list", "parts.list", "checkpoints.list", "serving.list", RENEW}}
-"""Role → requests over its link. A verifier may look for workers as an operator does, but change nothing. Others may
-only renew their certificate."""
+EVERY_PEER_ASKS = frozenset({RENEW, OPEN, MADE})
+"""Requests of all peers over their links: to renew the certificate, and for circuits."""
+_LISTS = frozenset({"workers.list", "peers.list", "parts.list", "checkpoints.list", "serving.list"})
+ASKED_BY = {"verifier": EVERY_PEER_ASKS | _LISTS}
+"""Role → its requests. A verifier may look for workers as an operator does, but change nothing."""
 
 
 class Services:

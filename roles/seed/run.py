@@ -36,6 +36,7 @@ from roles.seed.server import Seed
 from roles.seed.store import FILE_NAME, SCHEMA_VERSION, TERM_FACT, Records, SeedStore, file_of
 from roles.seed.tracking import TrackerPorts, Trackers, check_trackers
 from wire.address import Ticket
+from wire.circuits import CircuitNetwork
 from wire.credentials import Credentials
 from wire.enrol import until_half_life
 from wire.handshake import Refusals, serve
@@ -216,6 +217,7 @@ async def serving_seed(
     tracker_environ: Mapping[str, str] | None = None,
     on_alarm: Callable[[str], None] = lambda text: None,
     policy: str = POLICIES[0],
+    circuits: CircuitNetwork | None = None,
 ) -> AsyncIterator[ListeningSeed]:
     """Run a seed for the block. At the end it tells its peers, writes what is left, and ends within about a second.
 
@@ -226,6 +228,7 @@ async def serving_seed(
         tracker_environ: the environment for ``[track]``, with its keys; None: no job is tracked.
         on_alarm: called with what the person at this machine has to know at once.
         policy: by which the pool gives workers their tasks.
+        circuits: the lowest part of the world's network, with which the seed is the last relay; None: it is none.
 
     Raises:
         UserError: the address or the directory is in use.
@@ -259,6 +262,7 @@ async def serving_seed(
             identity,
             authority=authority,
             ticket_host=ticket_host or "127.0.0.1",
+            circuits=circuits,
             request_backup=backup_requested.set,
             on_alarm=on_alarm,
             check_profile=partial(check_trackers, environ) if tracker_environ is not None else lambda profile: None,

@@ -18,9 +18,11 @@ from ring import coordination as co
 from ring.detector import FailureDetector
 from ring.view import View
 from roles.background import start_in
+from roles.circuits import MADE, OPEN
 from roles.seed.admission import Acceptor, EnrolmentPolicy
 from roles.seed.authority import Authority
 from roles.seed.checkpoints import CheckpointCatalogue
+from roles.seed.circuits import CircuitBroker
 from roles.seed.events import Announcements
 from roles.seed.job_requests import JobRequests
 from roles.seed.job_table import JobTable
@@ -30,6 +32,7 @@ from roles.seed.operator_api import ClusterRequests, OperatorApi
 from roles.seed.overview import Overview, SeedIdentity
 from roles.seed.peers import (
     ASKED_BY,
+    EVERY_PEER_ASKS,
     ConnectedPeer,
     PeerTable,
     Services,
@@ -46,8 +49,8 @@ from roles.seed.pool import Pool
 from roles.seed.store import SeedStore
 from wire.address import dialable_host, format_address
 from wire.chain_messages import PartsHeld
+from wire.circuits import CircuitNetwork
 from wire.connection import Connection, last_word
-from wire.enrol import RENEW
 from wire.job_messages import (
     LEAVE,
     MAX_SENDERS,
@@ -74,6 +77,9 @@ from wire.messages import (
 from wire.text_messages import Serving
 
 GROUP_DEATH_S = 10.0
+GATHER_S = 2.0
+"""From the first pair of peers that is found to reach each other directly until their links are measured again. Other
+pairs are found meanwhile, and rings form again once for all of them."""
 MAX_EARLY_MESSAGES = 4096
 """Messages of a job's workers that wait until it is settled. With more the seed reads nothing from them."""
 
@@ -84,6 +90,7 @@ class Seed:
     Args:
         authority: None on a plain seed.
         ticket_host: the address of this machine that tickets carry.
+        circuits: relays the circuits for which there is no other relay; None: none.
         request_backup: asks for a backup of the store soon.
         on_alarm: called with what the person at this machine has to know at once.
         check_profile: raises ``Refused`` if the seed cannot run a new job with this profile.
@@ -98,6 +105,7 @@ class Seed:
         *,
         authority: Authority | None,
         ticket_host: str,
+        circuits: CircuitNetwork | None,
         request_backup: Callable[[], None],
         on_alarm: Callable[[str], None],
         check_profile: Callable[[Profile], None],
@@ -110,6 +118,8 @@ class Seed:
         self.announcements = Announcements(clock, store, lambda topic, item_id: self.overview.render(topic, item_id))
         self.peers = PeerTable()
         self.survey = Survey(clock, self.peers.connected)
+        self.circuits = CircuitBroker(world, self.peers, circuits, self._on_direct)
+        self._direct: set[frozenset[str]] = set()  # pairs whose link is about to be measured again
         self.checkpoints = CheckpointCatalogue(
             store, clock, self.peers, self.announcements, lambda job: self.jobs.post_checkpoints(job)
         )
@@ -125,6 +135,7 @@ class Seed:
             assign_workers=lambda: self.pool.assign(),
             take_early_messages=self._take_early_messages,
             new_id=world.new_id,
+            way_between=self.circuits.way_between,
             probe=world.probe,
         )
         self.jobs = JobTable(ports)
@@ -135,7 +146,8 @@ class Seed:
         self.acceptor = Acceptor(identity, world, self.gate, self.peers)
         cluster = ClusterRequests(ports, self.jobs, self.overview, self.pool, self.gate, self._drop_unwelcome)
         jobs = JobRequests(self.jobs, ports, self.acceptor.operators, check_profile)
-        self.operator_api = OperatorApi(cluster.methods() | jobs.methods(), cluster.watch)
+        methods = {OPEN: self.circuits.open, MADE: self.circuits.made}
+        self.operator_api = OperatorApi(cluster.methods() | jobs.methods() | methods, cluster.watch)
 
     async def load(self) -> None:
         """Read events, jobs and checkpoints from the store. Raises ``StorageError``."""
@@ -189,8 +201,7 @@ class Seed:
                 self.acceptor.operators.pop(connection, None)
 
     async def _serve_peer(self, connection: Connection, hello: Hello) -> None:
-        rtt_ms = self.acceptor.measured.pop(connection)
-        host = hello.host or connection.ends.remote[0]
+        host, rtt_ms, unreached = self.acceptor.reached.pop(connection)
         clock, (heartbeat_s, death_s) = self.world.clock, seed_beats(rtt_ms, len(self.peers.connected))
         detector = FailureDetector(heartbeat_s=heartbeat_s, death_s=death_s, late_s=death_s)
         peer = ConnectedPeer(connection, hello, host, hello.port, rtt_ms, clock.wall(), detector)
@@ -202,7 +213,8 @@ class Seed:
             self._lose(before, co.PeerLost(peer.id, "it connected again"))
         self.peers.add(peer)
         what = "joined" if peer.trains else f"joined as a {peer.role}"
-        text = f"{peer.name} {what} from {format_address(peer.host, peer.port)}"
+        where = f"behind a router at {peer.origin}: {unreached}" if unreached else format_address(peer.host, peer.port)
+        text = f"{peer.name} {what} from {where}"
         self.announcements.note("info", "joined", text, peer.id)
         self.announcements.touch("cluster", "")
         end = co.PeerLost(peer.id, "the seed closed its connection")
@@ -224,6 +236,7 @@ class Seed:
         kind = verb.split()[-1]
         self.announcements.note(level, kind, f"{peer.name} {verb}: {event.reason}", peer.id, peer.job)
         self.survey.drop(peer.id)
+        self.circuits.forget(peer.id)
         self.announcements.touch("parts", *peer.parts)
         self.peers.remove(peer, self.world.clock.now(), end or kind)
         self.services.lost(peer)
@@ -250,6 +263,25 @@ class Seed:
             start_in(self._tasks, connection.close(), "close")
             return problem
         return None
+
+    def _on_direct(self, ends: frozenset[str]) -> None:
+        if not self._direct and self._tasks is not None:
+            start_in(self._tasks, self._use_direct(), "direct paths")
+        self._direct.add(ends)
+
+    async def _use_direct(self) -> None:
+        """Measure the links that are direct now, and have the rings with both of their ends form again, each once."""
+        await asyncio.sleep(GATHER_S)
+        found, self._direct = self._direct, set()
+        for ends in found:
+            self.survey.table.forget(ends)
+            await self.survey.measure_among(sorted(ends))
+        here = self.peers.connected
+        pairs = [[here[peer_id].name for peer_id in sorted(ends)] for ends in found if ends <= here.keys()]
+        self.announcements.note("info", "direct", f"without a relay from now on: {', '.join(map(' – '.join, pairs))}")
+        for controller in self.jobs.controllers.values():
+            if any(all(map(controller.holds, ends)) for ends in found):
+                controller.post(co.Signal.REFORM)
 
     # --------------------------------------------------------------------------------------------------------- messages
 
@@ -282,7 +314,7 @@ class Seed:
                 others = [other for other in self.peers.of_job(peer.job) if peer.job and other is not peer]
                 found = addresses_of([other.offer for other in others[:MAX_SENDERS]], peer.host)
                 peer.send(Response(message.id, asdict(JobMembers(found))))
-            case Request() if message.method not in ASKED_BY.get(peer.role, {RENEW}):
+            case Request() if message.method not in ASKED_BY.get(peer.role, EVERY_PEER_ASKS):
                 text = f"a {peer.role} may not ask for {clip(message.method, 80)!r}"
                 peer.send(Response(message.id, {}, "unknown-method", text))
             case Request():

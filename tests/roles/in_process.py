@@ -19,6 +19,7 @@ from p2ptrain.core.disk import Disk, RealDisk
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.threads import RealThreads, Thread
 from p2ptrain.core.world import LoopClock, Network, Probe, World
+from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.stand_in import StandInEngine, strategy_of_stand_ins
 from roles.engine import Engine, Stage
 from roles.member import Identity, MemberOptions, ServingMember, claim
@@ -28,6 +29,7 @@ from roles.strategies.strategy import Factory
 from roles.worker.stages import Holding
 from roles.worker.worker import Worker
 from wire.address import Ticket, local_ticket_path
+from wire.circuits import CircuitNetwork
 from wire.client import SeedClient
 from wire.enrol import RunMembership, enrol
 from wire.messages import Scalar
@@ -166,6 +168,7 @@ class Cluster:
 
     Args:
         encrypted: TLS over ``network``; workers and operators enrol with the tickets that the seed leaves beside it.
+        host: where the seed is. Other than ``HOST``: over memory, with members at hosts of their own, and circuits.
         tracker_environ: as ``serving_seed``.
     """
 
@@ -176,8 +179,9 @@ class Cluster:
         *,
         encrypted: bool = False,
         tracker_environ: Mapping[str, str] | None = None,
+        host: str = HOST,
     ) -> None:
-        self.root = root
+        self.root, self.host = root, host
         self.tracker_environ = tracker_environ
         self.network = network
         self.disk: Disk = RealDisk()
@@ -185,7 +189,7 @@ class Cluster:
         self.tickets: list[Ticket] = []
         self.seeds: list[Seed] = []  # the last one runs
         self.peers: list[Peer] = []
-        self.address = (HOST, 0)
+        self.address = (host, 0)
         self._seed: asyncio.Task[None] | None = None
         self._operator: RunMembership | None = None
         self._seed_stop = asyncio.Event()
@@ -196,6 +200,12 @@ class Cluster:
     def ticket(self, role: str) -> Ticket:
         """What an encrypted seed has left for programs of its machine."""
         return Ticket.parse_untrusted(local_ticket_path(self.root, role).read_text())
+
+    def circuits_at(self, host: str) -> CircuitNetwork | None:
+        """The network of a machine; None where all are on one."""
+        return (
+            CircuitNetwork(self.network.at(host)) if isinstance(self.network, MemoryNetwork) and host != HOST else None
+        )
 
     async def member(self, ticket: Ticket, peer_id: str = "", network: Network | None = None) -> RunMembership:
         """A peer that has just enrolled. Raises as ``wire.enrol.enrol``."""
@@ -209,13 +219,15 @@ class Cluster:
         self._seed_stop = asyncio.Event()
 
         async def serve(stop: asyncio.Event) -> None:
+            circuits = self.circuits_at(self.host)
             seed = serving_seed(
-                self.world(),
+                self.world(circuits),
                 state_dir=self.root / "seed",
-                host=HOST,
+                host=self.host,
+                circuits=circuits,
                 port=port,
                 name="test",
-                ticket_host=HOST if self.encrypted else "",
+                ticket_host=self.host if self.encrypted else "",
                 tracker_environ=self.tracker_environ,
             )
             async with seed as listening:
@@ -248,6 +260,7 @@ class Cluster:
         *,
         slot: int | None = None,
         probe: Probe | None = None,
+        host: str = HOST,
         holding: Holding | None = None,
         build_part: Callable[[Profile, Stage], Engine] = lambda profile, stage: StandInEngine(profile, stage=stage),
         strategies: Callable[[Profile], Factory] = strategy_of_stand_ins,
@@ -263,15 +276,17 @@ class Cluster:
             engines.append(build_part(profile, stage) if stage.split else build(profile))
             return engines[-1]
 
+        circuits = self.circuits_at(host)
+
         async def work() -> None:
-            member = await self.member(self.ticket("worker"), identity.peer_id) if self.encrypted else None
-            world = self.world(member.network if member else None, probe)
+            member = await self.member(self.ticket("worker"), identity.peer_id, circuits) if self.encrypted else None
+            world = self.world(member.network if member else circuits, probe)
             if isinstance(world.threads, RealThreads):  # else they take virtual time
                 world = replace(world, threads=peer.threads)
             peer.worker = worker = Worker(
                 world,
                 identity,
-                MemberOptions("worker", self.address, (HOST, 0), ("", 0), said),
+                MemberOptions("worker", self.address, (host, 0), ("", 0), said, circuits=circuits),
                 build_engine=build_and_keep,
                 notify=lambda *notice: peer.heard(*notice),
                 on_step=lambda applied, total, values: peer.steps.__setitem__(applied, values),
@@ -293,17 +308,19 @@ class Cluster:
         *,
         slot: int | None = None,
         network: Network | None = None,
+        host: str = HOST,
     ) -> Peer:
         """Start a verifier or a drafter that runs ``program``. ``network``: to begin with, of one that is elsewhere."""
+        circuits = self.circuits_at(host)
         identity = claim(RealDisk(), self.root, role=role, slot=slot, name="")
 
         async def attend() -> None:
-            base = network or self.network
+            base = network or circuits or self.network
             membership = await self.member(self.ticket(role), identity.peer_id, base) if self.encrypted else None
             peer.member = member = ServingMember(
                 self.world(membership.network if membership else base),
                 identity,
-                MemberOptions(role, self.address, (HOST, 0), ("", 0), {"device": "test"}),
+                MemberOptions(role, self.address, (host, 0), ("", 0), {"device": "test"}, circuits=circuits),
                 program=program,
                 notify=lambda *notice: peer.heard(*notice),
                 membership=membership,

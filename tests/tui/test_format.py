@@ -100,10 +100,10 @@ def test_states_are_told_apart_without_colours():
 
 
 def test_a_link_in_words_the_longest_first():
-    assert fmt.ways(20.0, 98.2e6) == ("98.2 Mbit/s · 20 ms", "98.2M 20 ms", "98.2M")
-    assert fmt.ways(0.031, 6.04e9) == ("6.04 Gbit/s · 0.03 ms", "6.04G 0.03 ms", "6.04G")
-    assert fmt.ways(20.0, None) == ("20 ms",)
-    assert fmt.ways(None, 1e6) == ()
+    assert fmt.link_texts(20.0, 98.2e6) == ("98.2 Mbit/s · 20 ms", "98.2M 20 ms", "98.2M")
+    assert fmt.link_texts(0.031, 6.04e9) == ("6.04 Gbit/s · 0.03 ms", "6.04G 0.03 ms", "6.04G")
+    assert fmt.link_texts(20.0, None) == ("20 ms",)
+    assert fmt.link_texts(None, 1e6) == ()
 
 
 TEXT_ROLES = sorted(DARK.colours.keys() - {"background", "surface", "panel", "border"})

@@ -26,6 +26,7 @@ from roles.member import MemberOptions, claim
 from roles.seed import ledger
 from roles.seed.run import COPY_NAME, restore, serving_seed, write_copy
 from roles.worker.worker import Worker
+from wire.circuits import CircuitNetwork
 from wire.client import SeedClient
 from wire.messages import GpuInfo, Scalar
 
@@ -162,13 +163,13 @@ class SimMachine(ObservedMachine):
             if problem is not None:
                 self._simulation.unexpected(self, problem)
 
-    def _world(self) -> World:
+    def _world(self, circuits: CircuitNetwork) -> World:
         simulation, process = self._simulation, self.process
         rng = random.Random(simulation.random.getrandbits(64))  # noqa: S311
         probe = MachineProbe(simulation.observer, self, process, simulation.mutation)
         return World(
             SimClock(),
-            simulation.network.at(self.host),
+            circuits,
             self.disk.view_for(process, probe.renames),
             rng,
             SimThreads(process, rng, self.call_s),
@@ -184,13 +185,16 @@ class SimMachine(ObservedMachine):
             joined = joined or kind == "joined"
             simulation.report_event(self, level, kind, text)
 
-        world = self._world()
+        circuits = CircuitNetwork(simulation.network.at(self.host))
+        world = self._world(circuits)
         identity = claim(world.disk, STATE, role="worker", slot=1, name=self.host, fresh_id=world.new_id)
         while not self.stop.is_set():
             self.worker = Worker(
                 world,
                 identity,
-                MemberOptions("worker", (SEED, SEED_PORT), (LISTEN, 0), ("", 0), simulation.capabilities),
+                MemberOptions(
+                    "worker", (SEED, SEED_PORT), (LISTEN, 0), ("", 0), simulation.capabilities, circuits=circuits
+                ),
                 build_engine=self._build,
                 strategies=strategy_of_stand_ins,
                 notify=notify,
@@ -235,12 +239,12 @@ class SimMachine(ObservedMachine):
     async def _seed(self) -> None:
         while not self.stop.is_set():
             try:
-                world = self._world()
+                circuits = CircuitNetwork(self._simulation.network.at(self.host))
+                world = self._world(circuits)
                 if COPY_NAME in world.disk.list_dir(BACKUP) and STATE / "seed.sqlite3" not in self.disk.databases:
                     restore(world.disk, BACKUP, STATE)
-                seed = serving_seed(
-                    world, state_dir=STATE, backup_dir=BACKUP, host=LISTEN, port=SEED_PORT, name=SEED
-                )  # fmt: skip
+                place: dict[str, Any] = {"host": LISTEN, "port": SEED_PORT, "name": SEED}
+                seed = serving_seed(world, state_dir=STATE, backup_dir=BACKUP, circuits=circuits, **place)
                 async with seed:
                     await self.stop.wait()
             except StorageError as problem:
@@ -274,6 +278,8 @@ class Simulation:
         for index in range(1, peers + 1):
             host = f"w{index}"
             self.machines[host] = SimMachine(self, host, 0.01 * self.random.choice((1, 1, 1, 2, 5)))
+        if number % 4 == 3:  # two workers that nobody can dial: the others relay for them, and the seed
+            self.network.closed |= {"w1", "w2"}
         self._verbose = verbose
         # Every fourth split model has known sizes and memory limits: the seed has its links measured, and cuts it by
         # them.

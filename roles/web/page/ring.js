@@ -7,7 +7,7 @@ const WIDTH = 420;
 const HEIGHT = 350;
 const FEW = 12; // so many members have room for level names, and for the figures of each link
 
-/** The links of `job`: `{from, to, ms, bps}` in rank order. */
+/** The links of `job`: `{from, to, ms, bps, way}` in rank order. */
 export function linksOf(job) {
   const size = job.members.length;
   if (size < 2) return [];
@@ -17,6 +17,7 @@ export function linksOf(job) {
     to: job.members[(rank + 1) % size],
     ms: measured ? job.edge_ms[rank] : null,
     bps: measured ? job.edge_bps[rank] : null,
+    way: job.edge_ways?.length === size ? format.text(job.edge_ways[rank], 80) : "",
   }));
 }
 
@@ -27,7 +28,8 @@ export function slowestFirst(links) {
 }
 
 export const linkText = (link) =>
-  link.ms === null && link.bps === null ? "not measured" : `${format.rate(link.bps)} · ${format.millis(link.ms)}`;
+  (link.ms === null && link.bps === null ? "not measured" : `${format.rate(link.bps)} · ${format.millis(link.ms)}`) +
+  (link.way ? ` · ${link.way}` : "");
 
 export class Ring {
   #place;

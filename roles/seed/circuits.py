@@ -1,0 +1,235 @@
+"""Circuits: the seed arranges connections between peers of which one cannot dial the other (``wire.circuits``).
+
+A peer that cannot dial another one asks the seed for a circuit. The seed chooses the *meeting point*:
+
+1. the caller, if the seed has dialled it;
+2. the member that relays for the fewest pairs, of those that allow it and that the seed has dialled;
+3. the seed.
+
+A meeting point at which the ends did not meet is not chosen again for this pair for ``AVOIDED_S``.
+
+The first connection of a pair begins on a relay at once. Then its ends try in the background to connect directly. If
+they can, later circuits of this pair try that first, and ``on_direct`` is called. What is known of a pair is forgotten
+when one of its ends has a new link to the seed, because it may be in another network. So a member that slept, or that
+came to another network, begins anew.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from p2ptrain.core.errors import Refused
+from p2ptrain.core.world import World
+from roles.circuits import RELAYS
+from roles.seed.peers import ConnectedPeer, PeerTable, host_dialled_from
+from wire.circuits import CircuitNetwork
+from wire.connection import Connection
+from wire.messages import ANSWERER, CALLER, DIRECT, RELAYED, WAYS, Circuit, CircuitOffer, CircuitOrder
+
+LIVES_S = 20.0
+"""Time from the order of a circuit until both ends must be at the meeting point."""
+AVOIDED_S = 60.0
+MAX_ORDERS = 64
+"""Circuits of one caller that are not made yet."""
+MAX_PAIRS = 1 << 14
+SEED = ""
+"""The seed as a meeting point, beside the ids of peers."""
+
+
+@dataclass(slots=True)
+class PairPath:
+    """What the seed knows of the path between two peers.
+
+    Attributes:
+        way: of the newest circuit that was made, as ``JobInfo.edge_ways``.
+        relay: the third peer that is its meeting point; empty: none, or the seed.
+        is_direct: whether the ends can connect directly; None: not tried.
+        avoided: meeting points at which the ends did not meet → until when they are not chosen.
+    """
+
+    way: str = DIRECT
+    relay: str = ""
+    is_direct: bool | None = None
+    avoided: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedCircuit:
+    """A circuit that is not made yet. ``point``: the meeting point; ``relay``: its name, if it is a third."""
+
+    caller: str
+    answerer: str
+    point: str
+    relay: str
+    until: float
+    trial: bool
+
+
+class CircuitBroker:
+    """See the module's docstring.
+
+    Args:
+        circuits: relays at the seed; None: the seed is no relay.
+        on_direct: called with the ids of two peers whose circuits were relayed and need not be.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        peers: PeerTable,
+        circuits: CircuitNetwork | None,
+        on_direct: Callable[[frozenset[str]], None],
+    ) -> None:
+        self._world, self._peers, self._circuits = world, peers, circuits
+        self._on_direct = on_direct
+        self._paths: dict[frozenset[str], PairPath] = {}
+        self._orders: dict[str, OrderedCircuit] = {}  # by circuit; the oldest first
+
+    def way_between(self, first: str, second: str) -> str:
+        """The way of the newest connection between two peers, as ``JobInfo.edge_ways``."""
+        return self._paths.get(frozenset((first, second)), PairPath()).way
+
+    def forget(self, peer_id: str) -> None:
+        """Forget a peer's paths: its link to the seed has ended."""
+        for ends in [ends for ends in self._paths if peer_id in ends]:
+            del self._paths[ends]
+
+    async def open(self, params: dict[str, Any], connection: Connection) -> dict[str, Any]:
+        """Answer ``circuits.open``: the caller wants to reach ``peer``. Raises ``Refused``."""
+        caller_id, caller = self._caller_at(connection)
+        answerer = self._peers.connected.get(str(params.get("peer")))
+        if answerer is None or answerer is caller:
+            raise Refused("unknown-peer", "it is not connected to the seed", remedy="see p2ptrain peers list")
+        now = self._world.clock.now()
+        self._expire(now)
+        if sum(order.caller == caller_id for order in self._orders.values()) >= MAX_ORDERS:
+            raise Refused("too-many", f"{MAX_ORDERS} circuits of this peer are not made yet", remedy="try again soon")
+        path = self._path_of(caller_id, answerer.id)
+        origin = str(connection.ends.remote[0])
+        points = [caller.id] if caller is not None and _is_dialled_by(caller, answerer.origin) else []
+        points += self._relays(caller_id, answerer, origin)
+        points += [SEED] * (self._circuits is not None)
+        point = next((point for point in points if path.avoided.get(point, now) <= now), None)
+        if point is None:
+            text = "no member that both can reach relays for others, and neither does the seed"
+            raise Refused(
+                "no-relay", text, remedy="join from a machine with an open port, or start the seed with --relay"
+            )
+        # An operator has no link over which a trial could be ordered: its circuits try until they fail once.
+        tries = path.is_direct is not False if caller is None else bool(path.is_direct)
+        circuit = self._order(caller_id, origin, answerer, point, now, tries_direct=tries and point != caller_id)
+        return {"circuit": circuit.to_map()}
+
+    async def made(self, params: dict[str, Any], connection: Connection) -> dict[str, Any]:
+        """Answer ``circuits.made``: the caller reports the ``way`` of its ``circuit``; empty: the ends did not meet."""
+        circuit_id, way = str(params.get("circuit")), params.get("way")
+        order = self._orders.get(circuit_id)
+        if order is not None and order.caller == self._caller_at(connection)[0] and way in ("", *WAYS):
+            del self._orders[circuit_id]
+            self._take_result(order, str(way))
+        return {}
+
+    def _take_result(self, order: OrderedCircuit, way: str) -> None:
+        ends = frozenset((order.caller, order.answerer))
+        path, connected = self._paths.get(ends), self._peers.connected
+        if path is None:
+            return
+        if order.trial:
+            path.is_direct = way not in ("", RELAYED)
+            if path.is_direct:
+                self._on_direct(ends)
+            return
+        if not way:
+            path.avoided[order.point] = self._world.clock.now() + AVOIDED_S
+            return
+        if way != RELAYED:
+            path.way, path.relay = way, ""
+            return
+        path.way, path.relay = f"relayed by {order.relay}", order.point
+        is_first, path.is_direct = path.is_direct is None, False  # until a trial shows that it is
+        caller, answerer = connected.get(order.caller), connected.get(order.answerer)
+        if is_first and caller is not None and answerer is not None:
+            now = self._world.clock.now()
+            trial = self._order(caller.id, caller.origin, answerer, order.point, now, tries_direct=True, trial=True)
+            caller.send(CircuitOffer(trial, trial=True))
+
+    def _order(
+        self,
+        caller_id: str,
+        origin: str,
+        answerer: ConnectedPeer,
+        point: str,
+        now: float,
+        *,
+        tries_direct: bool,
+        trial: bool = False,
+    ) -> Circuit:
+        """Order a circuit of the answerer and of the relay. Returns the caller's side of it."""
+        circuit_id, ends = self._world.entropy(32).hex(), [caller_id, answerer.id]
+        relay, name = self._peers.connected.get(point), ""
+        if point == SEED and self._circuits is not None:
+            name = "the seed"
+            self._circuits.expect_circuit(circuit_id, lives_s=LIVES_S, peers=ends)
+        elif relay is not None and point != caller_id:
+            name = relay.name
+            relay.send(CircuitOrder(circuit_id, LIVES_S, ends))
+        self._orders[circuit_id] = OrderedCircuit(caller_id, answerer.id, point, name, now + LIVES_S, trial)
+        circuit = Circuit(circuit_id, caller_id, answerer.id, CALLER, relay=name, tries_direct=tries_direct)
+
+        def at_point(side: str, here: str) -> Circuit:
+            """The circuit of an end at ``here``. For the seed, and on its machine, the end knows the host."""
+            if relay is None:
+                return replace(circuit, side=side)
+            return replace(circuit, side=side, host=host_dialled_from(here, relay.host), port=relay.port)
+
+        answerer.send(CircuitOffer(at_point(ANSWERER, answerer.origin), trial=trial))
+        return circuit if point == caller_id else at_point(CALLER, origin)
+
+    def _relays(self, caller_id: str, answerer: ConnectedPeer, origin: str) -> list[str]:
+        """Members that both ends can dial, as far as the seed knows, with the fewest pairs first."""
+        pairs = Counter(path.relay for path in self._paths.values())
+        able = [
+            peer
+            for peer in self._peers.connected.values()
+            if peer.hello.capabilities.get(RELAYS) is True and peer.id not in (caller_id, answerer.id)
+            if _is_dialled_by(peer, origin) and _is_dialled_by(peer, answerer.origin)
+        ]
+        return [peer.id for peer in sorted(able, key=lambda peer: (pairs[peer.id], peer.joined_at))]
+
+    def _path_of(self, caller_id: str, answerer_id: str) -> PairPath:
+        path = self._paths.setdefault(frozenset((caller_id, answerer_id)), PairPath())
+        if len(self._paths) > MAX_PAIRS:
+            del self._paths[next(iter(self._paths))]
+        return path
+
+    def _expire(self, now: float) -> None:
+        """Forget circuits whose callers reported nothing: they may be gone."""
+        for circuit_id, order in list(self._orders.items()):
+            if order.until > now:
+                break
+            del self._orders[circuit_id]
+
+    def _caller_at(self, connection: Connection) -> tuple[str, ConnectedPeer | None]:
+        """The id of who asks over this connection, and the peer; None: it is an operator, whom nobody dials."""
+        peer = next((peer for peer in self._peers.connected.values() if peer.connection is connection), None)
+        identity = connection.ends.identity
+        return (peer.id if peer is not None else identity.peer_id if identity is not None else "operator"), peer
+
+
+def _is_dialled_by(peer: ConnectedPeer, origin: str) -> bool:
+    """Whether a peer can be dialled, as far as the seed knows, by one that the seed sees at ``origin``."""
+    here, there = _family(peer.host), _family(origin)
+    return peer.is_dialled and (here == there or not (here and there))
+
+
+def _family(host: str) -> int:
+    """4 or 6; 0 of a name and of the loopback, where the seed is: they may be reached by both."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return 0
+    return 0 if address.is_loopback else address.version

@@ -1,0 +1,142 @@
+"""Machines behind routers of different kinds train, hold stages, draft and ask: real processes, real routers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2ptrain.compute.model import build_model
+from p2ptrain.compute.tokenizer import Tokenizer
+from p2ptrain.core.serving import Sampling
+from tests.compute.families import generated, opened
+from tests.compute.tiny_trainer import tiny
+from tests.e2e.conftest import DEADLINE_S
+from tests.net.namespaces import Internet, namespaces
+
+__all__ = ["namespaces"]
+pytestmark = pytest.mark.slow
+STEPS = 500
+
+
+@pytest.fixture
+def net(namespaces: None) -> Iterator[Internet]:
+    with Internet() as made:
+        yield made
+
+
+class Cluster:
+    """A seed on the Internet, and machines elsewhere. ``at``: the namespace of each."""
+
+    def __init__(self, net: Internet, machine: Any) -> None:
+        self.net, self.machine = net, machine
+        self.seed_at = net.machine("seed")
+        self.ticket = ""
+
+    async def start(self, *arguments: str) -> None:
+        state = ["--state", str(self.machine.root)]
+        place = ["--host", "0.0.0.0", "--port", "7337"]
+        self.seed = await self.machine.start("seed", *place, *state, *arguments, network=self.seed_at.namespace)
+        self.ticket = (await self.seed.until(r"^p2ptrain join (\S+)$"))[1]
+
+    async def here(self, *arguments: str) -> dict[str, Any]:
+        """Run a command at the seed's machine. Returns its JSON document."""
+        seed = ["--seed", f"@{self.machine.root}", "--json"]
+        process = await self.machine.start(*arguments, *seed, network=self.seed_at.namespace)
+        assert await process.end() == 0, process.text
+        return dict(json.loads("\n".join(process.out)))
+
+    async def ticket_of(self, role: str) -> str:
+        option = ["--operator"] if role == "operator" else ["--role", role]
+        host = ["--host", self.seed_at.address]
+        made = await self.here("ticket", "new", *option, *host)
+        return str(made["text"])
+
+    async def join(self, name: str, *arguments: str, role: str = "", **kind: Any) -> Any:
+        at = self.net.machine(name, **kind)
+        ticket = await self.ticket_of(role) if role else self.ticket
+        root = self.machine.root / name
+        options = ["--state", str(root), "--name", name, *(["--role", role] if role else ["--threads", "1"])]
+        home = {"XDG_STATE_HOME": str(root / "home")}
+        return await self.machine.start("join", ticket, *options, *arguments, network=at.namespace, **home)
+
+    async def ring(self, *ways: str) -> dict[str, Any]:
+        """The job once a link of its ring has one of these ways."""
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                (job,) = (await self.here("jobs", "list"))["jobs"]
+                if any(way in job["edge_ways"] for way in ways):
+                    return dict(job)
+                assert job["state"] != "done", "none of its links was like that"
+
+    async def audit(self) -> None:
+        process = await self.machine.start(
+            "jobs", "audit", "tiny", "--seed", f"@{self.machine.root}", network=self.seed_at.namespace
+        )
+        assert await process.end() == 0, process.text
+
+
+async def test_workers_behind_routers_train_and_lose_no_step_when_a_link_becomes_direct(
+    net: Internet, machine: Any
+) -> None:
+    cluster = Cluster(net, machine)
+    await cluster.start(*machine.settings(job__steps=STEPS, job__workers=4, checkpoint__every=0, validation__every=0))
+    kinds: dict[str, dict[str, Any]] = {
+        "keeps-1": {"router": "keeps ports"},
+        "keeps-2": {"router": "double"},
+        "symmetric": {"router": "symmetric"},
+        "firewall": {"firewall": True},
+    }
+    workers = [await cluster.join(name, **kind) for name, kind in kinds.items()]
+    job = await cluster.ring("punched", "direct")
+    assert job["generation"] > 1, "it began on the relay"
+    for worker in workers:
+        await worker.until(r"behind a router or a firewall")
+        last = await worker.until(rf"step +{STEPS}/{STEPS}.* (\d) members")
+        assert int(last[1]) == 4
+    await cluster.audit()
+
+
+async def test_a_ring_whose_relay_is_killed_goes_on_over_the_seed(net: Internet, machine: Any) -> None:
+    cluster = Cluster(net, machine)
+    await cluster.start(*machine.settings(job__steps=STEPS, job__workers=3, checkpoint__every=0, validation__every=0))
+    relay = await cluster.join("vps")
+    ends = [await cluster.join(f"home-{number}", router="symmetric") for number in (1, 2)]
+    await cluster.ring("relayed by vps")
+    await relay.kill()
+    await cluster.ring("relayed by the seed")
+    for worker in ends:
+        await worker.until(rf"step +{STEPS}/{STEPS}.* 2 members")
+    await cluster.audit()
+
+
+async def test_a_stage_and_a_drafter_behind_routers_write_the_text_of_the_whole_model(
+    net: Internet, machine: Any, tmp_path: Path
+) -> None:
+    large, small = tmp_path / "large", tmp_path / "small"
+    for directory, layers in ((large, 4), (small, 1)):
+        build_model(tiny(layers=layers, context=2048), 256, seed=1).save_pretrained(directory)
+        Tokenizer.of_bytes().save(directory)
+    cluster = Cluster(net, machine)
+    await cluster.start("--no-job")
+    for name, kind in (("stage-1", {"router": "keeps ports"}), ("stage-2", {"router": "symmetric"})):
+        await cluster.join(name, **kind)
+    drafter = await cluster.join("drafter", "--model", str(small), role="drafter", router="double")
+    await drafter.until("drafts on")
+    verifier = await cluster.join("verifier", "--model", str(large), "--split", "2", role="verifier", firewall=True)
+    await verifier.until("writes text")
+    asking = net.machine("asking", router="symmetric")
+    place = ["--seed", await cluster.ticket_of("operator")]
+    home = {"XDG_STATE_HOME": str(tmp_path / "asking")}
+    shape = ["--tokens", "48", "--temperature", "0.9", "--top-k", "0", "--random-seed", "3", "--json"]
+    process = await machine.start("generate", "def ", *place, *shape, network=asking.namespace, **home)
+    assert await process.end() == 0, process.text + verifier.text
+    answer = json.loads("\n".join(process.out))
+    sampling = Sampling(temperature=0.9, top_k=0, top_p=1.0, seed=3)
+    alone = generated(opened(large), list(b"def "), 48, sampling)
+    assert answer["text"] == bytes(alone).decode(errors="replace")
+    assert [facts["name"] for facts in answer["stats"]["drafters"]] == ["drafter"], answer
