@@ -437,8 +437,8 @@ class JobController:
         view = replace(view, heartbeat_s=heartbeat_s, death_s=death_s, ledger_step=ledger_step)
         for peer in peers:
             peer.detector.late_s = 0.0  # it has loaded its libraries; what it does next is learned anew
-        for _, alike in groupby(sorted(peers, key=by_loopback), by_loopback):
-            first, *others = alike  # they dial the same addresses: one message, encoded once
+        for _, members in groupby(sorted(peers, key=by_loopback), by_loopback):
+            first, *others = members  # they dial the same addresses: one message, encoded once
             self._send([first.id, *(peer.id for peer in others)], announcement_for(first.host, view))
         ports.survey.view_began(self.id, [member.peer_id for member in view.members])
         if restored:
