@@ -274,10 +274,11 @@ class JobController:
                 await self._handle(event)
             if self.record.restoring is not None and self.core.restore is None:
                 await self._save(restoring=None)
-            self._notify_kept_out()
             _resolve(handled, True)
             self._touch()
-            self._ports.assign_workers()
+            if self._events.empty():  # once for many reports at a time
+                self._notify_kept_out()
+                self._ports.assign_workers()
         while not self._events.empty():
             _resolve(self._events.get_nowait()[1], False)
 

@@ -71,6 +71,7 @@ class ConnectedPeer:
             ``evicted``.
         speed_reported: set once it has reported its speed, or is lost.
         serving: what a verifier or a drafter serves, by the model's name, in the order of its reports.
+        role: of a process in a process group of torch ``group member``: it takes no job, so it is no worker here.
         idle_reason: the last notice sent to it of why no job has it; empty if one has.
     """
 
@@ -96,6 +97,8 @@ class ConnectedPeer:
     idle_reason: str = ""
     is_leaving: bool = False
     name: str = field(init=False)
+    group: str = field(init=False)
+    role: str = field(init=False)
 
     @property
     def id(self) -> str:
@@ -110,15 +113,6 @@ class ConnectedPeer:
     def is_dialled(self) -> bool:
         """Whether others dial it. If not, they reach it over circuits."""
         return not peer_of_host(self.host)
-
-    @property
-    def role(self) -> str:
-        """Of a process in a process group of torch: ``group member``. It takes no job, so it is no worker here."""
-        return "group member" if self.group else self.hello.roles[0]
-
-    @property
-    def group(self) -> str:
-        return clip(str(self.hello.capabilities.get("group", "")), NAME_CHARS)
 
     @property
     def trains(self) -> bool:
@@ -145,6 +139,8 @@ class ConnectedPeer:
 
     def __post_init__(self) -> None:
         self.name = self.hello.name[:NAME_CHARS] or self.id
+        self.group = clip(str(self.hello.capabilities.get("group", "")), NAME_CHARS)
+        self.role = "group member" if self.group else self.hello.roles[0]
 
     @property
     def offer(self) -> JobWorker:
