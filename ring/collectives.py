@@ -37,6 +37,7 @@ sum once and uses the decoded values itself; the others pass the encoded bytes o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -50,6 +51,8 @@ sums leave a core's cache before they are sent."""
 WINDOW_BYTES = BULK_BUFFER_BYTES // 2
 """Bytes that a member may send between receiving a sub-chunk and passing it on: half of what the kernel holds for a
 connection. So the neighbour empties one half while this member fills the other, and neither goes to sleep."""
+GROUPED_FROM = 64
+"""Members from which on small arrays are gathered in groups. Below it, a second ring saves little time."""
 SCRATCH_SLOTS = 2
 """Receives posted ahead. Two keep the socket busy: one fills while the other is added."""
 
@@ -89,12 +92,16 @@ class Schedule:
 
     The shell posts what ``next_receive`` returns, calls ``received`` when a sub-chunk was handled, and sends what
     ``next_send`` returns, each in order. It may call them at any time; None means: not yet, or no more.
+
+    Attributes:
+        held: nothing is sent until the owner sets it to False.
     """
 
     def __init__(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
         self._sends = tuple(sends)
         self._receives = tuple(receives)
         self._sent = 0
+        self.held = False
         self._posted = 0
         self._handled = 0
 
@@ -123,7 +130,7 @@ class Schedule:
 
     def next_send(self) -> Send | None:
         """The next sub-chunk to send, if what it depends on was received. It counts as sent from now on."""
-        if self.all_sent or self._sends[self._sent].after > self._handled:
+        if self.all_sent or self.held or self._sends[self._sent].after > self._handled:
             return None
         self._sent += 1
         return self._sends[self._sent - 1]
@@ -159,6 +166,54 @@ def reduce_scatter(rank: int, n: int, numel: int, sub_chunk_numel: int, depth: i
 def all_gather(rank: int, n: int, numel: int, sub_chunk_numel: int) -> Schedule:
     """Every member gets all members' chunks, in place; each contributes ``owned_range(rank, n, numel)``."""
     return Schedule(*_plan(n, numel, sub_chunk_numel, 1, rank, 0))
+
+
+def group_count(n: int) -> int:
+    """The number of groups in which n members gather small arrays; 1: they gather around the ring. A group has at least
+    two members."""
+    return round(math.sqrt(2 * n)) if n >= GROUPED_FROM else 1
+
+
+def gather_hops(n: int) -> int:
+    """Hops until every member has what each member contributed to a small all-gather; of all numbers of groups,
+    ``group_count`` has the fewest."""
+    groups = group_count(n)
+    return 2 * -(-n // groups) + groups - 2 if groups > 1 else n - 1
+
+
+def group_of(rank: int, n: int, groups: int) -> tuple[int, int, int]:
+    """The group of ``rank``, and its ranks: [start, stop). Its first rank leads it."""
+    group = ((rank + 1) * groups - 1) // n
+    return group, *owned_range(group, groups, n)
+
+
+def collect(rank: int, n: int, groups: int) -> Schedule:
+    """The leader of each group gets the elements of the group before it. Rank r contributes element r of n."""
+    group, start, _ = group_of(rank, n, groups)
+    first, stop = owned_range((group - 1) % groups, groups, n)
+    leads = rank == start
+    count = stop - first if leads else rank - start
+    spans = [((rank - 1 - t) % n, (rank - 1 - t) % n + 1) for t in range(count)]
+    receives = [Receive(*span, reduce=False, relayed=not leads) for span in spans]
+    relays = [Send(*span, after=t + 1, relay=t) for t, span in enumerate(spans) if not leads]
+    return Schedule([Send(rank, rank + 1), *relays], receives)
+
+
+def exchange(group: int, n: int, groups: int) -> Schedule:
+    """Every leader gets all n elements. Each contributes those of the group before it."""
+    return all_gather(group - 1, groups, n, -(-n // groups))
+
+
+def spread(rank: int, n: int, groups: int) -> Schedule:
+    """The leader of each group passes all n elements on to its members."""
+    _, start, stop = group_of(rank, n, groups)
+    leads, last = rank == start, rank + 1 == stop
+    spans = [owned_range(group, groups, n) for group in range(groups)]
+    receives = [Receive(*span, reduce=False, relayed=not last) for span in spans if not leads]
+    sends = [
+        Send(*span, after=0 if leads else t + 1, relay=None if leads else t) for t, span in enumerate(spans) if not last
+    ]
+    return Schedule(sends, receives)
 
 
 def barrier(rank: int, n: int) -> Schedule:

@@ -180,6 +180,10 @@ class Lane:
         self._post()
         self._pump()
 
+    def resume(self) -> None:
+        """Send on, after a schedule is no longer held."""
+        self._pump()
+
     def audit(self) -> None:
         """Hash everything that is sent and received from now on."""
         self._sums = xxhash.xxh3_64(), xxhash.xxh3_64()

@@ -162,6 +162,7 @@ class NeighbourLinks:
     Args:
         left, right: sends heartbeats to this member; receives this member's heartbeats.
         what: the owner's name in messages.
+        whole: the view of all whose loss may be told here; None: ``view``.
 
     Attributes:
         broken: resolves to ``RingBroken`` at the end, for whatever reason.
@@ -179,12 +180,14 @@ class NeighbourLinks:
         left: Neighbour | None,
         right: Neighbour | None,
         what: str,
+        whole: View | None = None,
     ) -> None:
         self.broken: asyncio.Future[RingBroken] = asyncio.get_running_loop().create_future()
         self.left, self.right = left, right
         self.parted: Neighbour | None = None
         self.beats = Heartbeats(self, clock)
         self.owner, self.view, self._rank, self._what = owner, view, rank, what
+        self._whole = whole or view
         self._tasks: set[asyncio.Task[None]] = set()
         self._farewells: set[asyncio.Task[None]] = set()
         self._verdict: asyncio.TimerHandle | None = None  # runs while a ``MemberLost`` may still come
@@ -275,8 +278,7 @@ class NeighbourLinks:
             kind = ConnectionLost if isinstance(error, Refused) else type(error)
             error = kind(f"lost {neighbour.title}: {error.message}", remedy=error.remedy)
         elif news is not None and neighbour is not None:
-            members = self.view.members
-            lost, by = (members[self.view.rank_of(item) or 0].name for item in (news.peer_id, news.beside))
+            lost, by = map(self._whole.name_of, (news.peer_id, news.beside))
             error = ConnectionLost(f"{by} lost {lost}: {error.message}", remedy=error.remedy)
         self._settle(RingBroken(news.peer_id, error, news.beside, news.left) if news else RingBroken("", error))
         for other in self.neighbours:
@@ -303,16 +305,16 @@ class NeighbourLinks:
 
     def follow_loss(self, broken: RingBroken) -> bool:
         """End the links because another ring of the view broke. False if ``broken`` names no member of this view."""
-        if self.view.rank_of(broken.suspect) is None or self.view.rank_of(broken.beside) is None:
+        if self._whole.rank_of(broken.suspect) is None or self._whole.rank_of(broken.beside) is None:
             return False
-        news = MemberLost(broken.suspect, broken.beside, shortened(broken.cause.message, REASON_CHARS))
+        news = MemberLost(broken.suspect, broken.beside, shortened(broken.cause.message, REASON_CHARS), broken.left)
         self.give_up(None, broken.cause, news)
         return True
 
     def _take_loss(self, neighbour: Neighbour, news: MemberLost) -> None:
         """Handle ``MemberLost``. If it names this member or no member, the neighbour that sent it counts as lost."""
-        rank = self.view.rank_of(news.peer_id)
-        if rank is None or rank == self._rank or self.view.rank_of(news.beside) is None:
+        is_known = None not in map(self._whole.rank_of, (news.peer_id, news.beside))
+        if not is_known or news.peer_id == self.view.members[self._rank].peer_id:
             self.give_up(neighbour, ConnectionLost(f"it ended the session: {shortened(news.reason, REASON_CHARS)}"))
         else:
             self.give_up(neighbour, ConnectionLost(shortened(news.reason, REASON_CHARS)), news)

@@ -9,6 +9,10 @@ Operations. All members submit the same operations in the same order. Each has t
 others are still computed. An operation is cut into *flows*, one for each lane that takes part. For a small all-reduce,
 every member gathers all arrays and sums them in rank order: n - 1 hops instead of 2n - 2, and the same bits everywhere.
 
+Groups. In a large ring small arrays are gathered in groups (``group_count``): the first member of each group, its
+*leader*, collects those of the group before it (``collect``), the leaders gather them in a ring of their own
+(``exchange``), and each passes all on through its group (``spread``). The leaders' ring ends with this one.
+
 Ends. An operation that makes no progress within its patience ends the session. The suspect is the left neighbour if
 anything is still to be received, else the right one, which does not take what is sent. A session that lost a neighbour
 is *broken* for good and names the lost member (``ring.neighbours``). If a member leaves after the last operation, a
@@ -47,13 +51,15 @@ SMALL_BYTES = 128 << 10
 
 @dataclass(eq=False, slots=True)
 class RingOperation:
-    """A submitted operation. ``finish`` is called when all its flows are done, before ``future`` resolves."""
+    """A submitted operation. ``finish`` is called when all its flows are done, before ``future`` resolves. ``held``: at
+    a leader, what it spreads, until it has it."""
 
     title: str
     patience_s: float
     began_at: float
     future: asyncio.Future[None]
     finish: Callable[[], None] | None = None
+    held: Schedule | None = None
     flows: list[tuple[Lane, Flow]] = field(default_factory=list)
     received: int = 0
     first_received_at: float | None = None
@@ -93,7 +99,17 @@ class RingSession:
         broken: resolves to ``RingBroken`` when the session has ended, for whatever reason.
     """
 
-    def __init__(self, *, world: World, view: View, rank: int, left: Neighbour | None, right: Neighbour | None) -> None:
+    def __init__(
+        self,
+        *,
+        world: World,
+        view: View,
+        rank: int,
+        left: Neighbour | None,
+        right: Neighbour | None,
+        leaders: RingSession | None = None,
+        whole: View | None = None,
+    ) -> None:
         self.view = view
         self.rank, self.size, self.patience_s = rank, view.size, PATIENCE_S
         self.world = world
@@ -102,8 +118,11 @@ class RingSession:
         self._stream = 0
         self._waited_s = self._received_at = 0.0
         self._progress = ProgressTimer(world.clock, self._judge_progress)
-        self.links = NeighbourLinks(self, world.clock, view, rank, left=left, right=right, what="ring")
+        self.links = NeighbourLinks(self, world.clock, view, rank, left=left, right=right, what="ring", whole=whole)
         self.broken = self.links.broken
+        self._leaders = leaders
+        if leaders is not None:
+            leaders.broken.add_done_callback(lambda _: self._follow_leaders())
         if left is not None and right is not None:
             self._lanes = [
                 Lane(self, incoming, outgoing) for incoming, outgoing in zip(left.bulks, right.bulks, strict=True)
@@ -113,13 +132,20 @@ class RingSession:
 
     @classmethod
     async def form(
-        cls, me: ThisMember, view: View, *, timeout_s: float, topology: Topology = Topology.RING
+        cls,
+        me: ThisMember,
+        view: View,
+        *,
+        timeout_s: float,
+        topology: Topology = Topology.RING,
+        whole: View | None = None,
     ) -> RingSession:
         """Connect to both neighbours, and wait until every member of the view has done so.
 
         Args:
             view: has the same settings on every member; its heartbeats are set.
             topology: which ring, if a member is in several rings of one view.
+            whole: of the leaders' ring: the view whose leaders they are.
 
         Raises:
             ValueError: this peer is no member.
@@ -135,10 +161,19 @@ class RingSession:
         if view.size == 1:
             return cls(world=me.world, view=view, rank=0, left=None, right=None)
         deadline, dialled, dialling = now() + timeout_s, view.right_of(rank), view.left_of(rank)
-        to_right, from_left = await connect_neighbours(
-            me, view, topology, dialled=dialled, dialling=dialling, timeout_s=timeout_s
-        )
-        session = cls(world=me.world, view=view, rank=rank, left=from_left, right=to_right)
+        leaders: RingSession | None = None
+        if view.groups > 1 and rank == collectives.group_of(rank, view.size, view.groups)[1]:
+            leaders = await cls.form(me, view.leader_ring(), timeout_s=timeout_s, topology=topology, whole=view)
+        try:
+            to_right, from_left = await connect_neighbours(
+                me, view, topology, dialled=dialled, dialling=dialling, timeout_s=deadline - now()
+            )
+        except BaseException:
+            if leaders is not None:
+                leaders.close("forming the ring failed at this member")
+            raise
+        ends = {"left": from_left, "right": to_right}
+        session = cls(world=me.world, view=view, rank=rank, **ends, leaders=leaders, whole=whole)
         try:
             await session.barrier(patience_s=deadline - now())
         except BaseException as problem:
@@ -333,10 +368,72 @@ class RingSession:
         """Begin an all-gather in place. ``least_numel``: of a sub-chunk. ``settings``: further fields of ``Flow``."""
         operation = self._begin(title, patience_s)
         sub_chunk_numel = max((self.view.sub_chunk_bytes or MOST_SUB_CHUNK_BYTES) // array.itemsize, least_numel)
+        self._add_gather(operation, array, sub_chunk_numel, **settings)
+        return self._start(operation)
+
+    def _add_gather(
+        self,
+        operation: RingOperation,
+        array: Array,
+        sub_chunk_numel: int,
+        check: Callable[[bytes], object] | None = None,
+    ) -> None:
+        """Add the flows of an all-gather in place: part r of ``array``, shape (size * numel,), is that of rank r."""
+        if self.view.groups > 1 and 0 < array.nbytes <= SMALL_BYTES:
+            self._add_grouped(operation, array.view(f"V{array.nbytes // self.size}"), check)
+            return
         schedule = collectives.all_gather(self.rank, self.size, array.size, sub_chunk_numel)
         for lane in self._lanes[:1]:
-            self._add(operation, lane, schedule, array, "uint8", sub_chunk_numel, **settings)
+            self._add(operation, lane, schedule, array, "uint8", sub_chunk_numel, check=check)
+
+    def _add_grouped(self, operation: RingOperation, parts: Array, check: Callable[[bytes], object] | None) -> None:
+        """The same in groups. ``parts``: shape (size,), an element for each rank."""
+        lane, leaders, place = self._lanes[0], self._leaders, (self.rank, self.size, self.view.groups)
+        outwards = collectives.spread(*place)
+
+        def check_each(data: bytes) -> None:
+            for start in range(0, len(data), parts.itemsize):
+                assert check is not None
+                check(data[start : start + parts.itemsize])
+
+        def release(exchanged: asyncio.Future[None]) -> None:
+            if exchanged.cancelled() or exchanged.exception() is not None:
+                self._follow_leaders(at_once=True)
+                return
+            operation.held, outwards.held = None, False
+            lane.resume()
+
+        def exchange() -> None:
+            if leaders is not None and not leaders.broken.done():
+                # Longer than the members' patience: they know better who is at fault.
+                exchanged = leaders._exchange(parts, LATER * operation.patience_s, settings["check"])
+                exchanged.add_done_callback(release)
+            elif leaders is not None:
+                self._follow_leaders(at_once=True)
+
+        if leaders is not None:
+            operation.held, outwards.held = outwards, True
+        settings: dict[str, Any] = {"check": check_each if check is not None else None}
+        self._add(operation, lane, collectives.collect(*place), parts, "uint8", 1, then=exchange, **settings)
+        self._add(operation, lane, outwards, parts, "uint8", 1, **settings)
+
+    def _exchange(
+        self, parts: Array, patience_s: float, check: Callable[[bytes], object] | None
+    ) -> asyncio.Future[None]:
+        operation = self._begin("exchange between groups", patience_s)
+        schedule = collectives.exchange(self.rank, parts.size, self.size)
+        self._add(operation, self._lanes[0], schedule, parts, "uint8", 1, check=check)
         return self._start(operation)
+
+    def _follow_leaders(self, *, at_once: bool = False) -> None:
+        """End the session after that of the leaders. If a leader only left, operations may complete without it, unless
+        ``at_once``."""
+        assert self._leaders is not None
+        broken = self._leaders.broken.result()
+        if self.broken.done() or (broken.left and self.is_busy() and not at_once):
+            return
+        if not self.links.follow_loss(broken):
+            self.links.close(broken.cause.message, broken.cause.message, orderly=False)
 
     def _is_small(self, buffer: Array) -> bool:
         return self.size * buffer.nbytes <= min(SMALL_BYTES, self.view.sub_chunk_bytes or SMALL_BYTES)
@@ -352,9 +449,7 @@ class RingSession:
         parts = np.empty((self.size, buffer.size), buffer.dtype)
         parts[self.rank] = buffer
         operation.finish = lambda: take(parts)
-        schedule = collectives.all_gather(self.rank, self.size, parts.size, max(buffer.size, 1))
-        for lane in self._lanes[:1]:
-            self._add(operation, lane, schedule, parts.reshape(-1), "uint8", max(buffer.size, 1))
+        self._add_gather(operation, parts.reshape(-1), max(buffer.size, 1))
         return self._start(operation)
 
     def _begin(self, title: str, patience_s: float) -> RingOperation:
@@ -374,11 +469,14 @@ class RingSession:
         array: Array,
         dtype: str,
         sub_chunk_numel: int,
+        then: Callable[[], None] | None = None,
         **settings: Any,
     ) -> None:
-        """``settings``: further fields of ``Flow``."""
+        """``then`` is called when the flow is done. ``settings``: further fields of ``Flow``."""
 
         def done() -> None:
+            if then is not None:
+                then()
             if all(other.finished for _, other in operation.flows):
                 self._complete(stream, operation)
 
@@ -408,6 +506,8 @@ class RingSession:
             operation.future.set_result(None)
         if not self._under_way and self.links.parted is not None:
             self.links.give_up(self.links.parted, ConnectionLost("it left the ring"))
+        if self._leaders is not None and self._leaders.broken.done():
+            self._follow_leaders()
 
     def _abandoned(self, future: asyncio.Future[None]) -> None:
         """End the session if the caller cancelled an operation: its memory is still posted and borrowed."""
@@ -432,14 +532,19 @@ class RingSession:
         if not self._under_way:
             self._progress.stop()
             return
-        title, patience_s = next((item.title, item.patience_s) for item in self._under_way.values())
+        stream, oldest = next(iter(self._under_way.items()))
+        title, patience_s = oldest.title, oldest.patience_s
         still_s = self.world.clock.now() - self._progress.moved_at
         if still_s < patience_s:
             self._progress.start(patience_s - still_s)
             return
         starving = any(lane.expects for lane in self._lanes)
+        leaders = self._leaders
+        if leaders is not None and (leaders.is_busy() or leaders.broken.done()):  # that ring knows who is at fault
+            self._progress.start(patience_s)
+            return
         left = self.links.beats.newest_of_left
-        waits = left is not None and left.state != AT_WORK and left.progress < self.status()[0]
+        waits = left is not None and left.state != AT_WORK and left.progress < (stream << 20) + oldest.received
         if starving and waits and still_s < LATER * patience_s:  # a member before it is the cause
             self._progress.start(LATER * patience_s - still_s)
             return
@@ -455,13 +560,16 @@ class RingSession:
         """This member's progress and state, for its heartbeats. The progress is the number of the operation, and how
         many sub-chunks of it arrived. A correct member has sent more of them, so its right neighbour has more."""
         for stream, operation in self._under_way.items():
-            return (stream << 20) + operation.received, operation.title
+            # A leader that waits for the other leaders has sent less than its right neighbour has received.
+            return (stream << 20) + (operation.received if operation.held is None else 0), operation.title
         return self._stream << 20, AT_WORK
 
     def settle(self) -> None:
         for lane in self._lanes:
             lane.stop()
         self._progress.stop()
+        if self._leaders is not None and not self._leaders.links.follow_loss(self.broken.result()):
+            self._leaders.close(self.broken.result().cause.message)
         operations, self._under_way = self._under_way, {}
         for operation in operations.values():
             if not operation.future.done():

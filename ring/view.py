@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from itertools import pairwise
 
+from ring.collectives import group_count, owned_range
 from wire.job_messages import MemberRecord, ViewAnnounced
 
 REDUCED_TO_STATE = 3
@@ -72,6 +73,16 @@ class View(ViewAnnounced):
         """The ring of the members of one replica, as a view with a label of its own."""
         label = f"{self.job}{LABEL}replica-{self.replica_of(rank)}"
         return replace(self, job=label, members=self.replica(rank), stages=1)
+
+    @property
+    def groups(self) -> int:
+        return group_count(self.size)
+
+    def leader_ring(self) -> View:
+        """The ring of the first members of all groups, as a view with a label of its own."""
+        starts = (owned_range(group, self.groups, self.size)[0] for group in range(self.groups))
+        leaders = tuple(self.members[start] for start in starts)
+        return replace(self, job=f"{self.job}{LABEL}leaders", members=leaders, stages=1, streams=1)
 
     def rank_of(self, peer_id: str) -> int | None:
         for rank, member in enumerate(self.members):

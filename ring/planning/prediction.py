@@ -17,7 +17,7 @@ from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.footprint import LOCAL_FACTOR, shard_training_bytes
 from p2ptrain.core.texts import human_bytes
 from ring.codecs import codec_named
-from ring.collectives import plan_stripes
+from ring.collectives import gather_hops, plan_stripes
 from ring.planning.measurements import CandidateWorker, DescribedCluster, LinkTimes, all_reduce_s
 from ring.planning.pipeline import TrainingPlan, plan_pipeline
 from ring.planning.ring_plan import NEARLY_BEST, SMALL_GATHERS, STATED_ERROR, RingOptions, plan_ring
@@ -200,7 +200,7 @@ class _Step:
             burst_s = byte_s * self.cluster.burst_bytes
             chunk_s, piece_s = max(chunk_s - burst_s, 0.0), max(piece_s - burst_s, 0.0)
         reduce_s = all_reduce_s(size, latency_s, chunk_s=chunk_s, piece_s=piece_s, buckets=buckets)
-        return reduce_s, SMALL_GATHERS * (size - 1) * latency_s
+        return reduce_s, SMALL_GATHERS * gather_hops(size) * latency_s
 
     def whole_bytes(self, member: CandidateWorker, factor: float = 1.0) -> int:
         """Memory of a member with the whole model, and with the copy of the state that a checkpoint is made from."""

@@ -1,7 +1,7 @@
 """Plans a view's ring: the order of its members, streams, sub-chunks and codec, each with its reason. Pure.
 
 An order costs what an all-reduce in it takes (``measurements.all_reduce_s``). A step also makes ``SMALL_GATHERS``
-all-gathers of little, n-1 hops each; ``docs/scaling.md`` has the sum beside the simulator.
+all-gathers of little (``gather_hops``); ``docs/scaling.md`` has the sum beside the simulator.
 
 The order is a heuristic. It goes from each member to the nearest remaining one. Then it reverses stretches as long as
 that makes the circle cheaper (2-opt; Croes 1958). ``cuts`` orders the workers of a chain by the same two steps.

@@ -11,6 +11,7 @@ import pytest
 from configs.schema import Job
 from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.footprint import ModelSizes
+from ring.collectives import gather_hops
 from ring.planning.measurements import CandidateWorker, DescribedCluster, LinkQuality
 from ring.planning.prediction import Calibration, Prediction, TrainingMethod, fit_calibration, predict, recommend
 from ring.planning.ring_plan import RingOptions
@@ -29,7 +30,7 @@ def step_s(size: int, link: LinkQuality, size_bytes: float, compute_s: float, *,
     """The formula of docs/scaling.md: the seconds of an update, of which an exchange follows so many."""
     assert link.bandwidth_bps
     round_s = 8 * size_bytes / size / link.bandwidth_bps + link.latency_s
-    return compute_s + 2 * (size - 1) * (round_s + link.latency_s) / updates
+    return compute_s + 2 * ((size - 1) * round_s + gather_hops(size) * link.latency_s) / updates
 
 
 def method(
