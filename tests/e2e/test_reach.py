@@ -16,11 +16,11 @@ from p2ptrain.core.serving import Sampling
 from tests.compute.families import generated, opened
 from tests.compute.tiny_trainer import tiny
 from tests.e2e.conftest import DEADLINE_S
-from tests.net.namespaces import Internet, namespaces
+from tests.net.namespaces import Internet, Machine, namespaces
 
 __all__ = ["namespaces"]
 pytestmark = pytest.mark.slow
-STEPS = 500
+STEPS = 250
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ class Cluster:
 
     def __init__(self, net: Internet, machine: Any) -> None:
         self.net, self.machine = net, machine
-        self.seed_at = net.machine("seed")
+        self.seed_at, self.at = net.machine("seed"), dict[str, Machine]()
         self.ticket = ""
 
     async def start(self, *arguments: str) -> None:
@@ -57,7 +57,7 @@ class Cluster:
         return str(made["text"])
 
     async def join(self, name: str, *arguments: str, role: str = "", **kind: Any) -> Any:
-        at = self.net.machine(name, **kind)
+        at = self.at[name] = self.net.machine(name, **kind)
         ticket = await self.ticket_of(role) if role else self.ticket
         root = self.machine.root / name
         options = ["--state", str(root), "--name", name, *(["--role", role] if role else ["--threads", "1"])]
@@ -111,6 +111,20 @@ async def test_a_ring_whose_relay_is_killed_goes_on_over_the_seed(net: Internet,
     await cluster.ring("relayed by the seed")
     for worker in ends:
         await worker.until(rf"step +{STEPS}/{STEPS}.* 2 members")
+    await cluster.audit()
+
+
+async def test_a_worker_whose_address_changes_in_a_step_comes_back(net: Internet, machine: Any) -> None:
+    cluster = Cluster(net, machine)
+    await cluster.start(*machine.settings(job__steps=STEPS, job__workers=2, checkpoint__every=0, validation__every=0))
+    stays, moves = await cluster.join("stays"), await cluster.join("moves", firewall=True)
+    await stays.until(r"step +\d\d/.* 2 members")
+    at = cluster.at["moves"]
+    at.do(f"ip addr del {at.address}/24 dev eth0")
+    at.do("ip addr add 203.0.113.200/24 dev eth0")
+    at.do("ip route add default dev eth0")
+    await stays.until(r"rank \d of 2, .*\(generation [2-9]\)")
+    await moves.until(r"rank \d of 2, .*\(generation [2-9]\)")
     await cluster.audit()
 
 

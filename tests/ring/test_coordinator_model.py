@@ -609,6 +609,10 @@ class Cluster(RuleBasedStateMachine):
         self.tell(co.PeerWithdrawn(peer_id))
 
     @rule()
+    def links_become_better(self) -> None:
+        self.tell(co.Signal.REFORM)
+
+    @rule()
     def another_job_waits(self) -> None:
         survivors = self.core.paused_survivors()
         if not survivors:

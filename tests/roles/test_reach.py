@@ -109,6 +109,24 @@ async def test_two_members_that_cannot_reach_each_other_get_a_relay(apart: Clust
     await apart.job_until(job, lambda item: item["state"] == "done")
 
 
+async def test_a_ring_forms_again_without_losing_a_step_when_a_link_becomes_direct(
+    apart: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def punch(network: CircuitNetwork, circuit: Circuit) -> str:
+        return PUNCHED
+
+    monkeypatch.setattr(CircuitNetwork, "try_direct", punch)  # memory has no routers
+    gate = Gate(10)
+    job = await apart.create(profile(2))
+    workers = [apart.join(gate.build, host=host) for host in HOMES[:2]]
+    await gate.reached(10, 2)
+    await apart.job_until(job, lambda item: "better links" in item["reason"])
+    gate.away()
+    done = await apart.job_until(job, lambda item: item["state"] == "done")
+    assert done["generation"] == 2
+    assert all(sorted(worker.steps) == list(range(1, 41)) for worker in workers), "each step once, and none left out"
+
+
 # ---------------------------------------------------------------------------------------------- what the seed arranges
 
 
