@@ -23,7 +23,7 @@ from wire.messages import PROTOCOL_VERSION, Hello, Message, Welcome
 from wire.schema import instance_untrusted
 
 MAX_LIST_ITEMS = 4096
-MAX_MAP_ITEMS = 1024
+MAX_MAP_ITEMS = 4096
 MAX_HANDSHAKE_ITEMS = 64
 """Both limits for handshake messages: nested lists cost memory before they prove to be shorter than claimed."""
 

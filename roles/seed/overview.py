@@ -1,6 +1,7 @@
 """What people see of a cluster: a record for each peer, job, checkpoint, part and serving peer, and their changes.
 
-Nothing is stored here. A record is made when somebody asks for it. Ages are announced once a second.
+Nothing is stored here. A record is made when somebody asks for it. Ages are announced once a second, and less often if
+there are very many peers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ring.view import TERM_BITS
 from roles.seed.events import Map, Subscription
 from roles.seed.job_table import JobTable
 from roles.seed.jobs import JobPorts
-from roles.seed.peers import NAME_CHARS, ConnectedPeer, clip, whole
+from roles.seed.peers import BEATS_PER_S, NAME_CHARS, ConnectedPeer, clip, whole
 from roles.seed.pool import Pool
 from wire.address import format_address
 from wire.records import CheckpointInfo, ClusterInfo, JobInfo, PartInfo, PeerInfo, ServingInfo
@@ -171,9 +172,10 @@ class Overview:
         return checkpoint.to_map() if checkpoint else None
 
     async def run(self) -> None:
-        """Once a second, update the ages that people see, and forget peers lost ``LOST_SHOWN_S`` ago."""
+        """Once a second, or as often as very many peers beat, update the ages that people see, and forget peers lost
+        ``LOST_SHOWN_S`` ago."""
         while True:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(max(1.0, len(self._peers.connected) / BEATS_PER_S))
             lost, oldest = self._peers.lost, self._ports.clock.now() - LOST_SHOWN_S
             forgotten = [peer.id for peer in lost.values() if (peer.lost_at or 0.0) < oldest]
             for peer_id in forgotten:

@@ -1,8 +1,8 @@
 """What members cost their seed, by their number: ``python -m tests.sim.seed_load 16 64 256 1000``.
 
 The real seed with its database, on virtual time. The members are stubs: they have the link of real members, and say
-what members say, but compute nothing. The seed's share is measured: the CPU time of the callbacks of its process, the
-memory that they keep, and the bytes that members send and receive.
+what members say, but compute nothing. The seed's share is measured: the CPU time of the callbacks of its process, and
+the bytes that members send and receive.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import random
 import sys
 import time
-import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,23 +32,22 @@ LINEAGE = "0" * 32
 
 
 class MeasuredLoop(SimLoop):
-    """Adds up what the callbacks of the seed's process cost. Attributes: ``cpu_s``, ``kept_bytes``."""
+    """Adds up the CPU time of the callbacks of the seed's process."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.cpu_s, self.kept_bytes, self.longest_s = 0.0, 0, 0.0
+        self.cpu_s = self.longest_s = 0.0
 
     def run_handle(self, handle: asyncio.Handle) -> None:
         process = handle._context.get(PROCESS)  # type: ignore[attr-defined]
         if process is None or process.host != SEED:
             super().run_handle(handle)
             return
-        before, began = tracemalloc.get_traced_memory()[0], time.process_time()
+        began = time.process_time()
         super().run_handle(handle)
         took_s = time.process_time() - began
         self.cpu_s += took_s
         self.longest_s = max(self.longest_s, took_s)
-        self.kept_bytes += tracemalloc.get_traced_memory()[0] - before
 
 
 class StubMember:
@@ -153,19 +151,18 @@ class StubMember:
 
 @dataclass(frozen=True, slots=True)
 class SeedCost:
-    """Of a stretch of time: virtual seconds, and the seed's CPU seconds, longest callback, bytes moved and kept."""
+    """Of a stretch of time: virtual seconds, and the seed's CPU seconds, longest callback and bytes moved."""
 
     title: str
     took_s: float
     cpu_s: float
     longest_s: float
     moved_bytes: int
-    kept_bytes: int
 
     def __str__(self) -> str:
         return (
             f"{self.title:<28} {self.took_s:7.1f} s   CPU {self.cpu_s:7.2f} s, at most {self.longest_s * 1e3:6.0f} ms "
-            f"at a time   {self.moved_bytes / 1e6:8.1f} MB moved   {self.kept_bytes / 1e6:7.1f} MB kept"
+            f"at a time   {self.moved_bytes / 1e6:8.1f} MB moved"
         )
 
 
@@ -177,16 +174,18 @@ class Crowd:
         self.simulation.network.delay_s = None
         self.members = [StubMember(self.simulation, number) for number in range(1, count + 1)]
         self.all = list(self.members)  # also the lost one
+        self.viewers: list[Connection] = []
 
-    async def run(self, tell: Callable[[SeedCost], None]) -> None:
+    async def run(self, tell: Callable[[SeedCost], None], *, minutes: bool = True) -> None:
         simulation = self.simulation
         simulation.seed.start()
         await simulation.create_job()
         tell(await self._measured("join storm", self._join))
-        tell(await self._measured("steady minute", self._minute))
-        watching = asyncio.create_task(self._watch())
-        tell(await self._measured("minute with a viewer", self._minute))
-        watching.cancel()
+        if minutes:
+            tell(await self._measured("steady minute", self._minute))
+            watching = asyncio.create_task(self._watch())
+            tell(await self._measured("minute with a viewer", self._minute))
+            watching.cancel()
         tell(await self._measured("a member is lost", self._lose_one))
         tell(await self._measured("the seed restarts", self._restart))
         simulation.close()
@@ -196,16 +195,15 @@ class Crowd:
 
     async def _measured(self, title: str, work: Callable[[], Any]) -> SeedCost:
         loop = self.loop
-        began, cpu_s, kept, moved = loop.time(), loop.cpu_s, loop.kept_bytes, self._moved()
+        began, cpu_s, moved = loop.time(), loop.cpu_s, self._moved()
         loop.longest_s = 0.0
         await work()
         took_s = loop.time() - began
-        return SeedCost(
-            title, took_s, loop.cpu_s - cpu_s, loop.longest_s, self._moved() - moved, loop.kept_bytes - kept
-        )
+        return SeedCost(title, took_s, loop.cpu_s - cpu_s, loop.longest_s, self._moved() - moved)
 
     def _moved(self) -> int:
-        return sum(member.moved_bytes for member in self.all)
+        viewed = sum(connection.bytes_in + connection.bytes_out for connection in self.viewers)
+        return viewed + sum(member.moved_bytes for member in self.all)
 
     async def _until(self, reached: Callable[[], bool]) -> None:
         async with asyncio.timeout(1800):
@@ -224,7 +222,8 @@ class Crowd:
 
     async def _watch(self) -> None:
         client = await SeedClient.connect(self.simulation.network.at("viewer"), SEED, SEED_PORT, name="viewer")
-        async for _ in client.updates():
+        self.viewers.append(client.connection)
+        async for _ in client.news():
             pass
 
     async def _lose_one(self) -> None:
@@ -255,8 +254,5 @@ def main(count: int) -> None:
 
 
 if __name__ == "__main__":
-    sizes = [word for word in sys.argv[1:] if word != "--memory"]
-    if "--memory" in sys.argv:
-        tracemalloc.start()
-    for size in map(int, sizes):
+    for size in map(int, sys.argv[1:]):
         main(size)
