@@ -39,6 +39,7 @@ class JoinedSeed(FakeSeed):
         self.joined: list[Hello] = []
         self.left: queue.Queue[Leave] = queue.Queue()
         self.refuse_peers: Refuse | None = None
+        self.unreached = ""  # what it tells a peer that it dials back
         self.wall_offset_s = 0.0
         self.address = ""
 
@@ -58,7 +59,8 @@ class JoinedSeed(FakeSeed):
             back = local_hello(peer_id="5eed", name="fake", roles=["seed"], purpose="probe")
             host = connection.ends.remote[0]
             await (await dial(TcpNetwork(), host, hello.port, back, timeout_s=DEADLINE_S))[0].close()
-        return local_welcome(peer_id="5eed", name="fake", cluster_id="c1", wall=time.time())
+        more = {"cluster_id": "c1", "wall": time.time(), "unreached": self.unreached if hello.port else ""}
+        return local_welcome(peer_id="5eed", name="fake", **more)
 
     def take(self, connection: Connection, message: Message) -> None:
         if isinstance(message, Leave):

@@ -45,6 +45,17 @@ def test_all_is_well(command: Command, fake_seed: Any) -> None:
     assert fake_seed.joined == []
 
 
+def test_a_machine_behind_a_router_can_take_part_and_is_told_in_which_way(command: Command, fake_seed: Any) -> None:
+    fake_seed.unreached = "cannot reach 203.0.113.7:7339: no answer within 5 s"
+    outcome = command("check", "--json")
+    assert (outcome.code, _outcomes(outcome.json)) == (0, dict.fromkeys(NAMES, True))
+    line = outcome.json["checks"][-1]
+    assert line["detail"].startswith("this machine can take part: others reach it through a relay, and directly where")
+    assert line["detail"].endswith(f"firewall: {fake_seed.unreached}")
+    for word in ("ufw allow", "nft insert rule", "netsh", "--advertise"):
+        assert word in line["remedy"]
+
+
 def test_once_joins_as_a_worker_and_leaves(command: Command, fake_seed: Any) -> None:
     outcome = command("check", "--once", "--json")
     assert _outcomes(outcome.json) == dict.fromkeys([*NAMES, "join"], True)

@@ -104,6 +104,7 @@ def test_a_link_in_words_the_longest_first():
     assert fmt.link_texts(0.031, 6.04e9) == ("6.04 Gbit/s · 0.03 ms", "6.04G 0.03 ms", "6.04G")
     assert fmt.link_texts(20.0, None) == ("20 ms",)
     assert fmt.link_texts(None, 1e6) == ()
+    assert fmt.link_texts(20.0, None, "relayed by vps") == ("20 ms relayed by vps", "relayed by vps", "relayed")
 
 
 TEXT_ROLES = sorted(DARK.colours.keys() - {"background", "surface", "panel", "border"})

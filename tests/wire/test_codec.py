@@ -242,6 +242,12 @@ def test_every_message_is_on_the_page() -> None:
 # -------------------------------------------------------------------------------------------------------------- records
 
 
+def test_ways_of_a_ring_are_told_by_names():
+    job = JobInfo.from_map_untrusted(JOB.to_map() | {"members": ["a", "b"], "edge_ways": ["punched", "relayed by c"]})
+    assert job.ways_text({"a": "desk"}) == "desk → b punched, b → desk relayed by c"
+    assert JOB.ways_text({}) == ""
+
+
 def with_edges(edge_ms: list[Any], edge_bps: list[Any]) -> JobInfo:
     return JobInfo.from_map_untrusted(JOB.to_map() | {"edge_ms": edge_ms, "edge_bps": edge_bps})
 
