@@ -64,14 +64,15 @@ class ConnectionEnds:
         self.encrypted = False
         self.identity: PeerIdentity | None = None
         self.way = DIRECT
-        self._peer_name = ""
+        self._peer_name, self._place = "", "?"
 
     def identify(self, transport: asyncio.BaseTransport) -> None:
         """Read what a connected transport knows of its ends. Raises ``ProtocolError`` if the run's CA signed the
         peer's certificate, but it names no peer."""
         self.remote = _address(transport.get_extra_info("peername"))
         self.local = _address(transport.get_extra_info("sockname"))
-        self.way = str(transport.get_extra_info("way", DIRECT))
+        way = transport.get_extra_info("way")  # of a circuit, whose remote host is no address that a person knows
+        self.way, self._place = way or DIRECT, way or format_address(*self.remote)
         ssl_object = transport.get_extra_info("ssl_object")
         self.encrypted = ssl_object is not None
         if ssl_object is None or ssl_object.context.verify_mode == ssl.CERT_NONE:
@@ -87,8 +88,7 @@ class ConnectionEnds:
         self._peer_name = "".join(char for char in name[:64] if char.isprintable())
 
     def __str__(self) -> str:
-        address = format_address(*self.remote)
-        return f"{self._peer_name} ({address})" if self._peer_name else address
+        return f"{self._peer_name} ({self._place})" if self._peer_name else format_address(*self.remote)
 
 
 class IncomingFrames:

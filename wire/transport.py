@@ -515,6 +515,9 @@ class TcpNetwork:
         try:
             async with asyncio.timeout_at(deadline):
                 places = await resolve(host, port)
+        except TimeoutError as error:
+            text = f"cannot reach {format_address(host, port)}: no name server answered within {timeout_s:.3g} s"
+            raise Unreachable(text, remedy="check the name, or use the machine's IP address") from error
         except (OSError, UnicodeError) as error:
             raise unreachable(host, port, error, timeout_s) from error
         problem: OSError = OSError(errno.EADDRNOTAVAIL, "the name has no address")

@@ -35,7 +35,7 @@ from p2ptrain.core.errors import P2PTrainError, Unreachable, UserError
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.texts import human_time, printable
 from p2ptrain.core.world import Clock, LoopClock, Network
-from wire.address import format_address, how_to_open
+from wire.address import MEMBER_PORT, format_address, how_to_open
 from wire.handshake import PERMITTED, PeerServer, dial, local_hello, local_welcome, serve
 from wire.messages import Hello, Leave, RefusalCode, Refuse, Welcome
 from wire.transport import TcpNetwork, resolve, unreachable
@@ -247,6 +247,7 @@ class ProbeContext:
             return ProbeResult("dial-back", True, f"the seed can reach this machine at {at}: others dial it")
         way = "others reach it through a relay, and directly where both routers keep ports or over IPv6"
         detail = f"this machine can take part: {way}. It is behind a router or a firewall: {welcome.unreached}"
+        port = port if self._dialback_port else MEMBER_PORT  # a free port was taken because a member here has the other
         return ProbeResult("dial-back", True, detail, f"to be dialled by all, {how_to_open(port)}")
 
     async def join_and_leave(self) -> str:

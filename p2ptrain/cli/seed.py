@@ -159,7 +159,7 @@ async def _serve(options: SeedOptions, first_job: Profile | None, *, encrypted: 
     from p2ptrain.core.world import real_world
     from roles.seed.run import serving_seed
     from wire.circuits import CircuitNetwork
-    from wire.transport import TcpNetwork
+    from wire.transport import TcpNetwork, every_interface
 
     web, root = options.web, options.root
     circuits = CircuitNetwork(TcpNetwork(), limits=relay_limits(options.relay))
@@ -167,7 +167,7 @@ async def _serve(options: SeedOptions, first_job: Profile | None, *, encrypted: 
     serving = serving_seed(
         real_world(circuits),
         state_dir=root / "seed",
-        host=options.host,
+        host=every_interface() if options.host in EVERYWHERE else options.host,
         port=options.port,
         name=options.name or operator_name().removeprefix("cli@"),
         ticket_host=shown_host(options.host) if encrypted else "",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 
@@ -290,7 +291,8 @@ class Seed:
             received = await peer.receive()
             if isinstance(received.message, Leave):
                 return co.PeerLost(peer.id, clip(received.message.reason), left=True)
-            await self._handle(peer, received.message)
+            with suppress(ConnectionLost):  # the answer comes too late; a Leave may follow, received before the end
+                await self._handle(peer, received.message)
 
     async def _handle(self, peer: ConnectedPeer, message: Message) -> None:
         controller = self.jobs.controllers.get(peer.job)

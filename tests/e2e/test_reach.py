@@ -34,7 +34,7 @@ class Cluster:
 
     def __init__(self, net: Internet, machine: Any) -> None:
         self.net, self.machine = net, machine
-        self.seed_at, self.at = net.machine("seed"), dict[str, Machine]()
+        self.seed_at, self.at = net.machine("seed", ipv6=True), dict[str, Machine]()
         self.ticket = ""
 
     async def start(self, *arguments: str) -> None:
@@ -50,9 +50,9 @@ class Cluster:
         assert await process.end() == 0, process.text
         return dict(json.loads("\n".join(process.out)))
 
-    async def ticket_of(self, role: str) -> str:
+    async def ticket_of(self, role: str, *, ipv6: bool = False) -> str:
         option = ["--operator"] if role == "operator" else ["--role", role]
-        host = ["--host", self.seed_at.address]
+        host = ["--host", self.seed_at.address6 if ipv6 else self.seed_at.address]
         made = await self.here("ticket", "new", *option, *host)
         return str(made["text"])
 
@@ -143,8 +143,8 @@ async def test_a_stage_and_a_drafter_behind_routers_write_the_text_of_the_whole_
     await drafter.until("drafts on")
     verifier = await cluster.join("verifier", "--model", str(large), "--split", "2", role="verifier", firewall=True)
     await verifier.until("writes text")
-    asking = net.machine("asking", router="symmetric")
-    place = ["--seed", await cluster.ticket_of("operator")]
+    asking = net.machine("asking", firewall=True, ipv4=False, ipv6=True)
+    place = ["--seed", await cluster.ticket_of("operator", ipv6=True)]
     home = {"XDG_STATE_HOME": str(tmp_path / "asking")}
     shape = ["--tokens", "48", "--temperature", "0.9", "--top-k", "0", "--random-seed", "3", "--json"]
     process = await machine.start("generate", "def ", *place, *shape, network=asking.namespace, **home)

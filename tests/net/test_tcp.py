@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import socket
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -179,6 +180,11 @@ async def test_a_name_that_nobody_knows(network: Network, monkeypatch: pytest.Mo
     assert "check the name" in caught.value.remedy
     with pytest.raises(UserError, match="host name is not known"):
         await network.listen("sede", 7337, Recorder)
+    end = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: end.wait())
+    with pytest.raises(Unreachable, match="no name server answered"):
+        await network.connect("sede", 7337, Recorder, timeout_s=0.05)
+    end.set()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 
 from configs.schema import Profile
 from p2ptrain.core.disk import RealDisk
-from p2ptrain.core.errors import P2PTrainError, Refused
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError, Refused
 from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.memory import MemoryNetwork
 from ring.coordination import JobWorker
@@ -29,6 +29,7 @@ from roles.seed import events
 from roles.seed.admission import is_passing
 from roles.seed.peers import announcement_for, ring_beats, seed_beats
 from roles.seed.run import serving_seed
+from roles.seed.server import Seed
 from roles.seed.store import Records
 from tests.roles.in_process import ScriptedProbe
 from tests.roles.scripted import DEADLINE_S, HOST, ScriptedPeer, lineage_of
@@ -274,6 +275,19 @@ async def test_a_closed_link_is_a_death_notice_and_a_leave_is_not(bench: Bench) 
     assert (left["peer"], left["text"]) == ("b", "name-b left: enough")
     peers = (await bench.ask("peers.list"))["peers"]
     assert {peer["id"]: peer["state"] for peer in peers} == {"a": "lost", "b": "left"}
+
+
+async def test_a_leave_counts_though_the_answer_to_what_came_before_it_can_no_longer_be_sent(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer(*_: object) -> None:
+        raise ConnectionLost("a closed the connection")
+
+    worker = await bench.worker("a")
+    monkeypatch.setattr(Seed, "_handle", answer)
+    worker.say(EventNotice("info", "stopped", "leaving", ""))
+    worker.say(Leave("enough"))
+    assert (await bench.event("left"))["peer"] == "a"
 
 
 NONSENSE = {
