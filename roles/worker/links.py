@@ -174,25 +174,29 @@ class Prober:
         with suppress(NetworkError, TimeoutError):  # broken or out of time: use what arrived
             async with asyncio.timeout(PUSH_S + 2 * latency_s):
                 await self._collect_answers(connection, pieces, answered)
-        return rate_bps(answered, due_at if 2 * latency_s < NEAR_RTT_S else None)
+        return rate_bps(answered, due_at, is_near=2 * latency_s < NEAR_RTT_S)
 
     async def _collect_answers(self, connection: Connection, pieces: int, answered: list[float]) -> None:
+        heard_bytes, at = 0, 0.0
         for number in range(pieces):
             response = await connection.expect(Response, timeout_s=MAX_DEADLINE_S)
             if response.id != number:
                 raise ProtocolError(f"an answer to piece {response.id}, expected piece {number}")
-            answered.append(self._now())
+            if connection.bytes_in > heard_bytes:  # else it was read together with the answer before it
+                heard_bytes, at = connection.bytes_in, self._now()
+            answered.append(at)
 
 
-def rate_bps(answered: Sequence[float], due_at: float | None = None) -> float | None:
+def rate_bps(answered: Sequence[float], due_at: float, *, is_near: bool) -> float | None:
     """Return bits per second from the times at which pieces were answered. None if there are too few.
 
     The result is the median rate over all runs of a quarter of the pieces. The first runs are left out, because slow
-    start holds them back. A lost segment makes a pause and then a burst; the median ignores both.
+    start holds them back. A lost segment makes a pause and then a burst; the median ignores both. Runs that were
+    answered at once, as by a busy relay, count only if all were.
 
     Args:
-        due_at: for a fast link, on which several pieces may be received, decrypted and answered at once: the time at
-            which the first answer could have come. All pieces took at least the time since then.
+        due_at: the time at which the first answer could have come. All pieces took at least the time since then.
+        is_near: slow start does not matter, and no rate is higher than that of all pieces since ``due_at``.
     """
     if len(answered) < 3:
         return None
@@ -200,6 +204,7 @@ def rate_bps(answered: Sequence[float], due_at: float | None = None) -> float | 
     starts = range(min(run, len(answered) - 1 - run), len(answered) - run)
     seconds = [answered[start + run] - answered[start] for start in starts]
     rates = [8 * PIECE_BYTES * run / took_s for took_s in seconds if took_s > 0]
-    if due_at is not None and (took_s := answered[-1] - due_at) > 0:
-        rates = [min(rate, 8 * PIECE_BYTES * len(answered) / took_s) for rate in rates]
+    if (is_near or not rates) and (took_s := answered[-1] - due_at) > 0:
+        most = 8 * PIECE_BYTES * len(answered) / took_s
+        rates = [min(rate, most) for rate in rates or [most]]
     return statistics.median(rates) if rates else None

@@ -20,6 +20,7 @@ from roles.worker.links import (
     QUIET_S,
     Prober,
     ProbeResponder,
+    rate_bps,
 )
 from roles.worker.stage_requests import PeerAddress
 from tests.roles.heal_doubles import around_of
@@ -91,6 +92,18 @@ async def test_who_is_not_there_does_not_hold_up_the_others() -> None:
     assert found["bb"].bandwidth_bps == pytest.approx(1e8, rel=0.05)
     assert asyncio.get_running_loop().time() - began == pytest.approx(3)
     await other.stop()
+
+
+@pytest.mark.parametrize("is_near", [True, False])
+def test_answers_that_were_read_at_once_are_no_fast_link(is_near: bool) -> None:
+    millisecond_bps = 8 * PIECE_BYTES * 1e3
+    steady = [0.001 * number for number in range(1, 33)]
+    assert rate_bps(steady, 0.0, is_near=is_near) == pytest.approx(millisecond_bps)
+    assert rate_bps([0.032] * 32, 0.0, is_near=is_near) == pytest.approx(millisecond_bps)
+    late = rate_bps([*steady[:10], *[0.032] * 22], 0.0, is_near=is_near)
+    assert late is not None
+    assert late <= 1.01 * millisecond_bps
+    assert rate_bps([0.0] * 32, 0.0, is_near=is_near) is None
 
 
 async def called(side: Side, target: PeerAddress, name: str = "ee") -> Connection:
