@@ -135,7 +135,7 @@ def split_facts(chain: StageChain) -> dict[str, Any]:
         "token_ms": token_ms,
         "compute_ms": compute_ms,
         "link_ms": link_ms,
-        "rest_ms": None if token_ms is None or compute_ms is None else token_ms - compute_ms - link_ms,
+        "rest_ms": None if token_ms is None or compute_ms is None else max(0.0, token_ms - compute_ms - link_ms),
         "prompt_ms": 1e3 * times.prompt_s / times.prompts if times.prompts else None,
         "mendings": [{"lost": name, "seconds": seconds} for name, seconds in times.mendings],
     }
