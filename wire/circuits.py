@@ -50,7 +50,7 @@ JOIN_S = 4.0
 than ``wire.handshake`` waits for a connection, so that the error says who did not come."""
 ORDER_S = 3.0
 """How long an end waits at a meeting point that has not heard of its circuit: the seed's order may come later."""
-MAX_EXPECTED = 1024
+MAX_EXPECTED, MAX_UNUSED = 1024, 64  # of all callers; of one caller, with no end there yet
 
 _SUFFIX = ".peer"
 Meet = Callable[[JoinCircuit, Connection], None]
@@ -76,7 +76,8 @@ class CircuitNetwork:
 
     Attributes:
         request: asks the seed for a circuit to a peer; set by the owner. Raises ``P2PTrainError``.
-        on_way: called with each circuit that this end joined and its way, one of ``WAYS``; empty: it failed.
+        on_way: called with each circuit that this end joined and its way, one of ``WAYS``; empty: it failed, perhaps
+            later, in the handshake of TLS.
         half_open: accepted connections that may be of a circuit, until that is known.
         relayed: the circuits that this process relays or expects to.
     """
@@ -113,7 +114,8 @@ class CircuitNetwork:
             if isinstance(error, P2PTrainError):
                 why, remedy = error.message, error.remedy
             raise Unreachable(f"cannot reach {format_address(host, port)}: {why}", remedy=remedy) from error
-        _hand_over(transport, factory(), peername=(host, port), sockname=(peer_host(circuit.caller), 0), way=way)
+        names = {"peername": (host, port), "sockname": (peer_host(circuit.caller), 0)}
+        _hand_over(transport, factory(), **names, way=way, on_failure=partial(self.on_way, circuit, ""))
         self.on_way(circuit, way)
 
     async def listen(
@@ -217,11 +219,13 @@ class CircuitNetwork:
     def expect_circuit(self, circuit_id: str, lives_s: float, peers: Sequence[str] = ()) -> None:
         """Relay this circuit once both ends have named it, which they may do within ``lives_s``.
 
-        ``peers``: ids of the ends. Raises ``Refused`` if this process does not relay, or expects too many circuits.
+        ``peers``: ids of the ends, the caller first. Raises ``Refused`` if this process does not relay, or expects too
+        many circuits, of all callers or of this one.
         """
         if not self.limits.circuits:
             raise Refused(RefusalCode.NOT_PERMITTED, "this peer is no relay")
-        if len(self._meetings) >= MAX_EXPECTED:
+        unused = sum(not each.is_used and each.peers[:1] == tuple(peers[:1]) for each in self.relayed)
+        if len(self._meetings) >= MAX_EXPECTED or unused >= MAX_UNUSED:
             raise Refused(RefusalCode.BUSY, f"{len(self._meetings)} circuits are expected here already")
         if circuit_id not in self._meetings:
             relayed = RelayedCircuit(self._pace, tuple(peers), lives_s, partial(self._end_meeting, circuit_id))

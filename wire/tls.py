@@ -488,9 +488,11 @@ class TlsDialler:
             async with asyncio.timeout_at(deadline):
                 await transport.handshake_result
         except TimeoutError:
+            transport.get_extra_info("on_failure", int)()
             transport.abort()
             raise no_answer(host, port, timeout_s) from None
         except OSError as error:
+            transport.get_extra_info("on_failure", int)()
             await transport.below_lost.wait()  # within LINGER_S
             raise translate_handshake_error(error, address, dialled=True) from error
         except BaseException:

@@ -6,7 +6,7 @@ A peer that cannot dial another one asks the seed for a circuit. The seed choose
 2. the member that relays for the fewest pairs, of those that allow it and that the seed has dialled;
 3. the seed.
 
-A meeting point at which the ends did not meet is not chosen again for this pair for ``AVOIDED_S``.
+A meeting point at which the ends did not meet is chosen last for this pair for ``AVOIDED_S``.
 
 The first connection of a pair begins on a relay at once. Then its ends try in the background to connect directly. If
 they can, later circuits of this pair try that first, and ``on_direct`` is called. What is known of a pair is forgotten
@@ -33,8 +33,8 @@ from wire.messages import ANSWERER, CALLER, DIRECT, RELAYED, WAYS, Circuit, Circ
 LIVES_S = 20.0
 """Time from the order of a circuit until both ends must be at the meeting point."""
 AVOIDED_S = 60.0
-MAX_ORDERS = 64
-"""Circuits of one caller that are not made yet."""
+MAX_ORDERS = 512
+"""Circuits of one caller within ``LIVES_S``: it measures its links, and a ring forms again more than once."""
 MAX_PAIRS = 1 << 14
 SEED = ""
 """The seed as a meeting point, beside the ids of peers."""
@@ -48,7 +48,7 @@ class PairPath:
         way: of the newest circuit that was made, as ``JobInfo.edge_ways``.
         relay: the third peer that is its meeting point; empty: none, or the seed.
         is_direct: whether the ends can connect directly; None: not tried.
-        avoided: meeting points at which the ends did not meet → until when they are not chosen.
+        avoided: meeting points at which the ends did not meet → until when all others are preferred.
     """
 
     way: str = DIRECT
@@ -57,9 +57,10 @@ class PairPath:
     avoided: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OrderedCircuit:
-    """A circuit that is not made yet. ``point``: the meeting point; ``relay``: its name, if it is a third."""
+    """A circuit, until ``LIVES_S`` after its order. ``point``: the meeting point; ``relay``: its name, if it is a third.
+    ``is_made``: its caller has reported its way. Later it may report only that it failed."""
 
     caller: str
     answerer: str
@@ -67,6 +68,7 @@ class OrderedCircuit:
     relay: str
     until: float
     trial: bool
+    is_made: bool = False
 
 
 class CircuitBroker:
@@ -88,6 +90,7 @@ class CircuitBroker:
         self._on_direct = on_direct
         self._paths: dict[frozenset[str], PairPath] = {}
         self._orders: dict[str, OrderedCircuit] = {}  # by circuit; the oldest first
+        self._ordered: Counter[str] = Counter()  # how many of them each caller has
 
     def way_between(self, first: str, second: str) -> str:
         """The way of the newest connection between two peers, as ``JobInfo.edge_ways``."""
@@ -106,14 +109,15 @@ class CircuitBroker:
             raise Refused("unknown-peer", "it is not connected to the seed", remedy="see p2ptrain peers list")
         now = self._world.clock.now()
         self._expire(now)
-        if sum(order.caller == caller_id for order in self._orders.values()) >= MAX_ORDERS:
-            raise Refused("too-many", f"{MAX_ORDERS} circuits of this peer are not made yet", remedy="try again soon")
+        if self._ordered[caller_id] >= MAX_ORDERS:
+            text = f"this peer asked for {MAX_ORDERS} circuits in {LIVES_S:g} s"
+            raise Refused("too-many", text, remedy="try again soon")
         path = self._path_of(caller_id, answerer.id)
         origin = str(connection.ends.remote[0])
         points = [caller.id] if caller is not None and _is_dialled_by(caller, answerer.origin) else []
         points += self._relays(caller_id, answerer, origin)
         points += [SEED] * (self._circuits is not None)
-        point = next((point for point in points if path.avoided.get(point, now) <= now), None)
+        point = min(points, key=lambda point: max(path.avoided.get(point, now), now), default=None)
         if point is None:
             text = "no member that both can reach relays for others, and neither does the seed"
             raise Refused(
@@ -129,8 +133,9 @@ class CircuitBroker:
         circuit_id, way = str(params.get("circuit")), params.get("way")
         order = self._orders.get(circuit_id)
         if order is not None and order.caller == self._caller_at(connection)[0] and way in ("", *WAYS):
-            del self._orders[circuit_id]
-            self._take_result(order, str(way))
+            if not (order.is_made and way):
+                order.is_made = True
+                self._take_result(order, str(way))
         return {}
 
     def _take_result(self, order: OrderedCircuit, way: str) -> None:
@@ -177,6 +182,7 @@ class CircuitBroker:
         elif relay is not None and point != caller_id:
             name = relay.name
             relay.send(CircuitOrder(circuit_id, LIVES_S, ends))
+        self._ordered[caller_id] += 1
         self._orders[circuit_id] = OrderedCircuit(caller_id, answerer.id, point, name, now + LIVES_S, trial)
         circuit = Circuit(circuit_id, caller_id, answerer.id, CALLER, relay=name, tries_direct=tries_direct)
 
@@ -207,11 +213,11 @@ class CircuitBroker:
         return path
 
     def _expire(self, now: float) -> None:
-        """Forget circuits whose callers reported nothing: they may be gone."""
-        for circuit_id, order in list(self._orders.items()):
-            if order.until > now:
-                break
-            del self._orders[circuit_id]
+        while self._orders and (order := self._orders[next(iter(self._orders))]).until <= now:
+            del self._orders[next(iter(self._orders))]
+            self._ordered[order.caller] -= 1
+            if not self._ordered[order.caller]:
+                del self._ordered[order.caller]
 
     def _caller_at(self, connection: Connection) -> tuple[str, ConnectedPeer | None]:
         """The id of who asks over this connection, and the peer; None: it is an operator, whom nobody dials."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.circuits import MADE, OPEN
 from roles.member import ServingMember
-from roles.seed.circuits import MAX_ORDERS
 from roles.seed.run import serving_seed
 from tests.roles.in_process import Cluster, Gate
 from tests.roles.scripted import DEADLINE_S, ScriptedPeer
@@ -238,11 +238,25 @@ async def test_a_relayed_pair_tries_once_to_connect_directly_and_then_does(meeti
 
 async def test_what_is_known_of_a_pair_ends_with_a_link(meetings: Meetings) -> None:
     a, b = [await meetings.peer(peer_id) for peer_id in "ab"]
-    failed = await meetings.open(a, b)
-    await meetings.made(a, failed, "")
-    refused = await meetings.ask(a, OPEN, peer="b")
-    assert (refused.error_code, "--relay" in refused.error_remedy) == ("no-relay", True)
+    await meetings.peer("r", dialled=True, relays=True)
+    await meetings.made(a, await meetings.open(a, b), "")
+    assert (await meetings.open(a, b)).relay == "the seed"
     await a.join(port=1)  # it has moved
+    assert (await meetings.open(a, b)).relay == "name-r"
+
+
+async def test_the_only_meeting_point_is_chosen_again_after_a_failure(meetings: Meetings) -> None:
+    a, b = [await meetings.peer(peer_id) for peer_id in "ab"]
+    await meetings.made(a, await meetings.open(a, b), "")  # perhaps b was asleep
+    assert (await meetings.open(a, b)).relay == "the seed"
+
+
+async def test_a_relay_that_stalls_once_both_ends_are_there_is_left_out(meetings: Meetings) -> None:
+    a, b = [await meetings.peer(peer_id) for peer_id in "ab"]
+    await meetings.peer("r", dialled=True, relays=True)
+    circuit = await meetings.open(a, b)
+    await meetings.made(a, circuit, RELAYED)
+    await meetings.made(a, circuit, "")  # the handshake of TLS failed
     assert (await meetings.open(a, b)).relay == "the seed"
 
 
@@ -250,13 +264,24 @@ async def test_requests_are_refused_with_reasons(meetings: Meetings) -> None:
     a, b = [await meetings.peer(peer_id) for peer_id in "ab"]
     for peer_id in ("a", "nobody"):
         assert (await meetings.ask(a, OPEN, peer=peer_id)).error_code == "unknown-peer"
-    circuits = [await meetings.open(a, b) for _ in range(MAX_ORDERS)]
-    assert len({circuit.id for circuit in circuits}) == MAX_ORDERS
-    assert (await meetings.ask(a, OPEN, peer="b")).error_code == "too-many"
-    await meetings.made(b, circuits[0], RELAYED)  # it is not b's circuit
-    assert (await meetings.ask(a, OPEN, peer="b")).error_code == "too-many"
-    await meetings.made(a, circuits[0], REVERSED)
-    assert (await meetings.open(a, b)).relay == "the seed"
+
+
+async def test_a_caller_that_never_comes_keeps_neither_its_relay_nor_its_answerers_busy(
+    meetings: Meetings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("roles.seed.circuits.MAX_ORDERS", 80)
+    a, b, r = await meetings.peer("a"), await meetings.peer("b"), await meetings.peer("r", dialled=True, relays=True)
+    while (answer := await meetings.ask(a, OPEN, peer="b")).error_code != "too-many":
+        circuit = Circuit.from_map_untrusted(answer.result["circuit"])
+        await meetings.made(a, circuit, REVERSED)  # a lie: nobody joined it
+    offers = 0
+    with suppress(TimeoutError):
+        while True:
+            await asyncio.wait_for(meetings.offer(b), 0.1)
+            offers += 1
+    assert offers == 80
+    assert (await meetings.open(b, a)).relay == "name-r", "others are not held up"
+    assert r.connection.close_cause is None
 
 
 @pytest.mark.parametrize("meetings", [False], indirect=True)

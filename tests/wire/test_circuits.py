@@ -15,7 +15,7 @@ from p2ptrain.core.world import Network
 from p2ptrain.lab.memory import MemoryNetwork
 from tests.wire.circuit_doubles import ThreePeers
 from tests.wire.doubles import HOST, Owner, Recorder, connected, credentials, in_memory, on_virtual_time, play
-from wire.circuits import JOIN_S, ORDER_S, CircuitNetwork, peer_host, peer_of_host
+from wire.circuits import JOIN_S, MAX_UNUSED, ORDER_S, CircuitNetwork, peer_host, peer_of_host
 from wire.codec import encode
 from wire.connection import Connection
 from wire.frame import encode_control
@@ -158,6 +158,16 @@ async def test_a_relay_keeps_its_limits(network: Network) -> None:
         first.abort()
     with pytest.raises(Refused, match="no relay"):
         CircuitNetwork(network, limits=RelayLimits(circuits=0)).expect_circuit(ID, 1.0)
+
+
+@in_memory
+async def test_a_caller_that_never_comes_keeps_no_other_out(network: Network) -> None:
+    async with relaying(network) as relay:
+        for number in range(MAX_UNUSED):
+            relay.circuits.expect_circuit(f"{number:064x}", 60.0, ("a", "b"))
+        with pytest.raises(Refused, match="expected here already"):
+            relay.circuits.expect_circuit(ID, 60.0, ("a", "c"))
+        relay.circuits.expect_circuit(ID, 60.0, ("b", "a"))
 
 
 @in_memory
@@ -329,12 +339,14 @@ async def test_a_hostile_relay_is_noticed_and_costs_little(
     async def request(peer_id: str) -> Circuit:
         return Circuit(ID, "a1", peer_id, CALLER, "relay", listener.address[1], "relay")
 
-    circuits.request = request
+    ways: list[str] = []
+    circuits.request, circuits.on_way = request, lambda circuit, way: ways.append(way)
     secure = TlsNetwork(circuits, credentials("a1"), require_client_certificate=True)
     began = now()
     with pytest.raises(kind, match=message):
         await secure.connect(peer_host("b2"), 7, Connection, timeout_s=5)
     assert now() - began <= 6
+    assert ways[-1] == "", "so that another relay is chosen"
     await asyncio.sleep(2)
     assert not network.transports
     await listener.close()
