@@ -31,6 +31,8 @@ Rules
    11. A job is done when its result, the state after the last step, is on a disk. Until then the members keep it, and
        the coordinator asks one after another to save it, also newcomers. If only the parts of a split model are saved
        after every member has tried to assemble them, they are enough.
+   12. A worker that the pool withdraws is released when it is stopped, or in no running ring, if workers that stay
+       hold the newest state and are enough for a view. Else the job keeps it.
 
 Theory of operation: ``Roster.running`` has the members that are not known to be stopped. Every event changes what the
 coordinator knows; then ``_advance`` checks whether the phase changes. Time enters only as ``now``. Deadlines have

@@ -317,6 +317,8 @@ class Pool:
             elif self._has_begun(started, task):
                 del self._begun[peer_id]
                 self._start.setdefault((task, had), MovingAverage()).add(now - since)
+        current |= self._jobs.controllers.keys()
+        self._start = {key: average for key, average in self._start.items() if key[0] in current}
 
     def _has_begun(self, peer: ConnectedPeer, task: str) -> bool:
         if (controller := self._jobs.controllers.get(task)) is not None:
