@@ -32,7 +32,8 @@ from wire.messages import ANSWERER, CALLER, DIRECT, RELAYED, WAYS, Circuit, Circ
 
 LIVES_S = 20.0
 """Time from the order of a circuit until both ends must be at the meeting point."""
-AVOIDED_S = 60.0
+AVOIDED_S = 600.0
+"""Long: a caller that the seed dials in its own network may be out of the answerer's reach for ever."""
 MAX_ORDERS = 512
 """Circuits of one caller within ``LIVES_S``: it measures its links, and a ring forms again more than once."""
 MAX_PAIRS = 1 << 14

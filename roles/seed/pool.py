@@ -108,7 +108,7 @@ class Pool:
         for controller in filter(self._is_open, self._jobs.controllers.values()):
             restore = controller.core.restore
             holder = self._ports.peers.connected.get(restore.peer_id) if restore is not None else None
-            if holder is not None and holder.task:
+            if holder is not None and holder.task and self._may_train(holder, controller):
                 self._end(holder)
                 self._give(holder, controller.id)
         for peer in self._free():
@@ -181,12 +181,16 @@ class Pool:
     def _is_open(controller: JobController) -> bool:
         return controller.census.settled.is_set() and not controller.core.objection("")
 
+    @staticmethod
+    def _may_train(peer: ConnectedPeer, controller: JobController) -> bool:
+        return "train" in peer.allowed and not controller.core.objection(peer.id)
+
     def _job_task(self, state: PoolState, controller: JobController) -> PoolTask:
         core, needs, job, time_s = controller.core, controller.core.needs, controller.id, step_s(controller.rows.newest)
         members, expected = state.members.get(job, ()), [core.expects(peer.id) for peer in state.members.get("", ())]
         here = {peer.id for peer in members}
         able = [peer for peer in state.candidates
-                if peer.id in here or ("train" in peer.allowed and not core.objection(peer.id))]  # fmt: skip
+                if peer.id in here or self._may_train(peer, controller)]  # fmt: skip
         return self._make_task(
             state, job, "train", f"job {controller.record.name}",
             controller.profile.job.weight if controller.profile else 1.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -9,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.core.errors import Refused
-from tests.roles.scripted import ScriptedPeer
+from tests.roles.scripted import ScriptedPeer, lineage_of
 from tests.roles.test_seed import SPEC, Bench
-from wire.job_messages import Assign, Hold, Release, StepMetrics
+from wire.job_messages import Assign, CheckpointSaved, Hold, Release, StepMetrics
 from wire.messages import Request, Response
 from wire.text_messages import DrafterList, DraftOrder, Serving
 
@@ -83,6 +84,27 @@ async def test_owner_decides_what_a_worker_does(bench: Bench) -> None:
     assert (await busy.hear(Assign)).job == job
     peers = {peer["id"]: peer["job"] for peer in (await bench.ask("peers.list"))["peers"]}
     assert peers == {"a": "", "b": job}
+
+
+async def test_restore_takes_no_worker_whose_owner_lets_it_train_no_longer(bench: Bench) -> None:
+    a, b = await bench.ring("a", "b")
+    a.say(CheckpointSaved(a.job, 10, "/c/10", "d", 5))
+    await a.beaten()
+    await bench.ask("jobs.cancel", job=a.job)
+    verifier = await bench.worker("v", "verifier")
+    await verifier.hear(DrafterList)
+    await verifier.say_and_wait(Serving("large", 100, 0, "ab", "", 0))
+    for worker in (a, b):
+        await worker.hear(Release)
+    await a.connection.close()
+    await a.join(capabilities=DRAFTS | {"allow": "draft"})
+    assert (await a.hear(DraftOrder)).model == "large"
+    restoring = asyncio.create_task(bench.ask("checkpoints.restore", id=f"{a.job}@10@a"))
+    a.say(Response((await a.hear(Request)).id, {"step": 10, "lineage": lineage_of(10)}))
+    await restoring
+    await b.hear(Assign)
+    peers = {peer["id"]: peer["job"] for peer in (await bench.ask("peers.list"))["peers"]}
+    assert (peers["a"], peers["b"]) == ("", a.job)
 
 
 async def test_idle_worker_drafts_until_a_job_needs_it(bench: Bench) -> None:
