@@ -33,6 +33,7 @@ from wire.messages import (
     Request,
     Response,
 )
+from wire.relay import _RelayEnd
 
 HOMES = ("home-1", "home-2", "home-3")
 """Hosts that cannot be dialled."""
@@ -88,6 +89,26 @@ async def test_a_member_that_can_be_dialled_relays_and_its_death_costs_no_step(a
     await apart.job_until(job, lambda item: item["edge_ways"] == ["relayed by the seed"] * 2)
     await apart.job_until(job, lambda item: item["state"] == "done")
     assert all(sorted(worker.steps) == list(range(1, 41)) for worker in workers), "each step once, and none left out"
+
+
+async def test_a_relay_that_passes_nothing_on_is_left_for_the_seed(
+    apart: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stall(end: _RelayEnd, nbytes: int) -> None:
+        if end._transport.get_extra_info("sockname")[0] != "vps":
+            usual(end, nbytes)
+
+    usual = _RelayEnd.buffer_updated
+    monkeypatch.setattr(_RelayEnd, "buffer_updated", stall)
+    job = await apart.create(profile(2))
+    await apart.serve("drafter", idle, host="vps").joined.wait()
+    gate = Gate(10)
+    for host in HOMES[:2]:
+        apart.join(gate.build, host=host)
+    await gate.reached(10, 2)
+    await apart.job_until(job, lambda item: item["edge_ways"] == ["relayed by the seed"] * 2)
+    gate.away()
+    await apart.job_until(job, lambda item: item["state"] == "done")
 
 
 async def test_who_can_be_dialled_is_dialled_by_the_others(apart: Cluster) -> None:
