@@ -60,7 +60,7 @@ class PairPath:
 
 @dataclass(slots=True)
 class OrderedCircuit:
-    """A circuit, until ``LIVES_S`` after its order. ``point``: the meeting point; ``relay``: its name, if it is a third.
+    """A circuit, until ``LIVES_S`` after its order. ``point``: the meeting point; ``relay``: its name, if a third is.
     ``is_made``: its caller has reported its way. Later it may report only that it failed."""
 
     caller: str
@@ -133,10 +133,11 @@ class CircuitBroker:
         """Answer ``circuits.made``: the caller reports the ``way`` of its ``circuit``; empty: the ends did not meet."""
         circuit_id, way = str(params.get("circuit")), params.get("way")
         order = self._orders.get(circuit_id)
-        if order is not None and order.caller == self._caller_at(connection)[0] and way in ("", *WAYS):
-            if not (order.is_made and way):
-                order.is_made = True
-                self._take_result(order, str(way))
+        if order is None or order.caller != self._caller_at(connection)[0] or way not in ("", *WAYS):
+            return {}
+        if not (order.is_made and way):
+            order.is_made = True
+            self._take_result(order, str(way))
         return {}
 
     def _take_result(self, order: OrderedCircuit, way: str) -> None:
