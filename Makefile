@@ -25,16 +25,19 @@ demo: $(VENV)/.installed ## train a small model on this machine with two workers
 	$(BIN)/p2ptrain up --profile tiny --state $(DEMO_STATE) --plain $(DEMO_ARGS)
 	$(BIN)/p2ptrain generate "$(PROMPT)" --tokens 200 --temperature 0.6 --checkpoint $(DEMO_STATE)
 
-# Two halves at a time, which take about as long.
+# Three groups at a time. Real processes wait the most, and the others take about as long.
 COMPUTING := tests/compute $(wildcard tests/roles/test_*.py)
-WAITING := $(filter-out tests/compute tests/roles %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/ tests/roles/*/)))
+PROCESSES := tests/e2e tests/net
+WAITING := $(filter-out tests/compute tests/roles $(PROCESSES) %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/ tests/roles/*/)))
 
 test: $(VENV)/.installed-dev ## run all tests
-	@log=$$(mktemp); $(BIN)/python -m pytest $(COMPUTING) > $$log 2>&1 & computing=$$!; \
-	trap 'kill $$computing 2>/dev/null; rm -f $$log' EXIT; trap 'exit 130' INT TERM; \
+	@logs=$$(mktemp -d); \
+	$(BIN)/python -m pytest $(COMPUTING) > $$logs/computing 2>&1 & computing=$$!; \
+	$(BIN)/python -m pytest $(PROCESSES) > $$logs/processes 2>&1 & processes=$$!; \
+	trap 'kill $$computing $$processes 2>/dev/null; rm -rf $$logs' EXIT; trap 'exit 130' INT TERM; \
 	$(BIN)/python -m pytest $(WAITING); waited=$$?; \
-	wait $$computing; computed=$$?; cat $$log; \
-	test $$waited -eq 0 && test $$computed -eq 0
+	wait $$computing; computed=$$?; wait $$processes; ran=$$?; cat $$logs/*; \
+	test $$waited -eq 0 && test $$computed -eq 0 && test $$ran -eq 0
 
 test-fast: $(VENV)/.installed-dev ## run the tests that take less than ten seconds each
 	$(BIN)/python -m pytest -m "not slow"

@@ -67,7 +67,7 @@ REPORTS = st.builds(
 SAID = st.one_of(
     [likely(kind) for kind in TOLD] + [REPORTS] * 4 + [st.sampled_from(list(MESSAGE_TYPES.values())).flatmap(likely)]
 )
-METHODS = sorted(ClusterRequests(*[MagicMock()] * 5).methods() | JobRequests(*[MagicMock()] * 4).methods())
+METHODS = sorted(ClusterRequests(*[MagicMock()] * 6).methods() | JobRequests(*[MagicMock()] * 4).methods())
 PARAMS = st.dictionaries(
     st.sampled_from(["job", "name", "profile", "spec", "id", "limit", "after_step", "after_id", "port"]),
     FREE | st.sampled_from([PROFILE.to_spec(), "[" * 9000, '{"job": {"steps": 1e999}}', "tiny"]), max_size=5,
