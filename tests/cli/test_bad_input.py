@@ -32,7 +32,7 @@ CASES = {
     "join --memory much": (2, "--memory 'much' is not a size"),
     "join --advertise box": (2, "--advertise box has no port"),
     f"join --name {'n' * 65}": (2, "--name: it has 65 bytes, a name may have 64"),
-    "join --state bytes.toml": (6, "cannot make the directory"),
+    "join --no-discovery --state bytes.toml": (6, "cannot make the directory"),
     "join 127.0.0.1:1 --state state --wait 0": (3, "cannot reach 127.0.0.1:1: connection refused"),
     "checkpoints list --seed 127.0.0.1:1": (3, "cannot reach 127.0.0.1:1: connection refused"),
     "generate hi --job tiny --seed 127.0.0.1:1": (3, "cannot reach 127.0.0.1:1: connection refused"),
