@@ -37,7 +37,7 @@ FOUND = {
     "bound": (19, "versions"),
     "weight": (2, "versions"),
     "numbers": (21, "versions"),
-    "lost": (256, "nothing saved is taken back"),
+    "lost": (4, "nothing saved is taken back"),
 }
 WITHIN = 60
 """Schedules within which each of them is found, from any number on; searched where the product has moved on."""

@@ -247,7 +247,7 @@ ASYNCHRONOUS = {
     "numbers": Mutation(("kill", "join"), rules=((server, "next_number", lambda *arguments: 0),)),
     # A view that lacks versions that nobody pulled counts as if none were lost.
     "lost": Mutation(
-        ("kill-two", "save", "join"),
+        ("kill-two", "save"),
         rules=((replicas.RecoveryPolicy, "abandoned", lambda self, *arguments: ("", "")),),
     ),
 }
