@@ -421,6 +421,7 @@ class JobController:
         ledger_step = rows.view_began(view)  # read now: rows that arrive later are not stored with the view
         self.record = replace(self.record, branch=sorted(branch) if branch is not None else None, restoring=None)
         self._take_changes(view)
+        self._notices_due = None  # who is not in this view is told at once
         if await ports.store.call(Records.add_view, view, self.record):
             rows.ledger.restart(view)
             text = f"the members' state at step {view.step} does not follow from the recorded steps; the"
