@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -64,10 +64,18 @@ REPORT_S = 1.0
 """Interval of checks whether the ``Serving`` record changed, besides calls of ``changed``."""
 REPORT_INTERVAL_S = 0.1
 
+ALLOW = "allow"
+"""Capability in a ``Hello``: the kinds of tasks that a worker's owner allows, with commas between."""
+
 Serve = Callable[[Connection, Hello], Awaitable[None]]
 """Serves one caller until it returns or raises ``P2PTrainError``. Cancelled when the member leaves."""
 Judge = Callable[[Hello], Refuse | None]
 """Returns the refusal of a caller, or None to admit it."""
+
+
+def allowed_kinds(capabilities: Mapping[str, Scalar]) -> frozenset[str]:
+    """Kinds of tasks that a worker's owner allows: ``train``, ``serve``, ``draft``."""
+    return frozenset(str(capabilities.get(ALLOW, "train,serve")).split(","))
 
 
 @dataclass(frozen=True, slots=True)

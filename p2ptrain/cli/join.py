@@ -164,11 +164,12 @@ class WorkerFactory:
     ) -> MemberRun:
         from p2ptrain.cli.joining import member_options, world_of
         from p2ptrain.lab.attacker import add_attack
+        from roles.member import ALLOW
         from roles.worker.build import inputs_dir, warm_up, with_data
         from roles.worker.worker import Worker
 
         world, drafter = world_of(self._options, context), None
-        capabilities["allow"] = ",".join(sorted(self._options.allowed))
+        capabilities[ALLOW] = ",".join(sorted(self._options.allowed))
         if "draft" in self._options.allowed:
             from p2ptrain.cli.serving import draft_tokenizer, open_drafter
 

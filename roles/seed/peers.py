@@ -24,6 +24,7 @@ from ring.token import is_lineage
 from ring.view import View
 from roles.circuits import MADE, OPEN
 from roles.line import receive_in_time
+from roles.member import allowed_kinds
 from wire.address import is_loopback
 from wire.chain_messages import PartsHeld
 from wire.circuits import peer_of_host
@@ -120,8 +121,7 @@ class ConnectedPeer:
 
     @property
     def allowed(self) -> frozenset[str]:
-        """Kinds of tasks that its owner allows: ``train``, ``serve``, ``draft``."""
-        return frozenset(str(self.hello.capabilities.get("allow", "train,serve")).split(","))
+        return allowed_kinds(self.hello.capabilities)
 
     @property
     def draft_tokenizer(self) -> str:

@@ -9,12 +9,11 @@ from typing import Protocol, TypeAlias
 
 from p2ptrain.core.errors import P2PTrainError
 from roles.background import Background
+from roles.member import REPORT_S
 from roles.seed_link import Notify
 from wire.connection import Connection
 from wire.messages import Hello, Message, Refuse
 from wire.text_messages import Serving
-
-REPORT_S = 1.0
 
 
 class DraftService(Protocol):

@@ -30,7 +30,7 @@ from ring.token import Flag
 from ring.view import View
 from roles.compute_thread import ComputeThread
 from roles.engine import WHOLE, Stage
-from roles.member import Identity, MemberOptions, MemberProcess
+from roles.member import Identity, MemberOptions, MemberProcess, allowed_kinds
 from roles.seed_link import Notify
 from roles.strategies import strategy_of
 from roles.strategies.strategy import Factory
@@ -262,7 +262,7 @@ class Worker(MemberProcess):
 
     def _may(self, kind: str) -> bool:
         """Whether its owner allows this kind of task."""
-        return kind in str(self._options.capabilities.get("allow", "train,serve")).split(",")
+        return kind in allowed_kinds(self._options.capabilities)
 
     def _find_runner(self, job: str) -> JobRunner | None:
         return self._runner if self._job_id() == job else None
