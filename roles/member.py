@@ -189,7 +189,7 @@ class MemberProcess(ABC):
             seeds=KnownSeeds([options.seed, *options.others], self._terms, self._on_term),
             retry_time_s=options.retry_time_s,
             hello=self._make_hello,
-            pulse=lambda: replace(self._make_heartbeat(), gpus=self.gauges.gpus()),
+            pulse=self._pulse,
             on_message=self._on_message,
             on_up=self._on_connected,
             on_down=self._on_disconnected,
@@ -214,6 +214,11 @@ class MemberProcess(ABC):
 
     @abstractmethod
     def _make_heartbeat(self) -> Heartbeat: ...
+
+    def _pulse(self) -> Heartbeat:
+        circuits = self._options.circuits
+        ways = circuits.ways() if circuits is not None else {}
+        return replace(self._make_heartbeat(), gpus=self.gauges.gpus(), ways=ways)
 
     @abstractmethod
     def _find_refusal(self, hello: Hello) -> Refuse | None: ...

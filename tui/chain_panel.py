@@ -22,7 +22,7 @@ LookOf = Callable[[str], Look]
 """Peer id → how its state is shown."""
 
 
-def draw_chain(chain: ShownChain, look_of: LookOf, width: int) -> list[Row]:
+def draw_chain(chain: ShownChain, look_of: LookOf, width: int, way_of: fmt.WayOf) -> list[Row]:
     names = min(18, max([cell_len(part.peer_name or part.peer) for part in chain.parts], default=4))
     ranges = max([cell_len(layers_text(stage.start, stage.stop)) for stage in chain.stages], default=1)
     columns = [
@@ -35,7 +35,11 @@ def draw_chain(chain: ShownChain, look_of: LookOf, width: int) -> list[Row]:
         ("to next", 9),
         ("sessions", 8),
     ]
-    rows = fmt.table(columns, [_stage_cells(chain, stage, look_of) for stage in chain.stages], width)
+    ways = [way_of(stage.peer, stage.next) if isinstance(stage, PartInfo) else "" for stage in chain.stages]
+    columns += [fmt.WAY_COLUMN] * any(ways)
+    stages = zip(chain.stages, ways, strict=True)
+    cells = [[*_stage_cells(chain, stage, look_of), [Span(way, "dim")]] for stage, way in stages]
+    rows = fmt.table(columns, cells, width)
     for row, stage in zip(rows[1:], chain.stages, strict=True):
         if isinstance(stage, Gap):
             why = "no part fits from here" if stage.held else "nobody holds these layers"
@@ -105,7 +109,7 @@ class ChainsPanel(TextPanel):
         back = ("1: ring and training",) if self.size.width >= ROOMY else ()
         rows: list[Row] = []
         for chain in chains:
-            rows += [*([[]] if rows else []), *draw_chain(chain, frame.look_of, self.size.width - 2)]
+            rows += [*([[]] if rows else []), *draw_chain(chain, frame.look_of, self.size.width - 2, frame.store.way)]
         self.set_title(len(chains), "  │  ".join((*LEGEND, *back) if chains else back))
         self.draw(rows or no_chains(frame), frame)
 

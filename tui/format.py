@@ -6,7 +6,7 @@ A *span* is a text and the role of its colour; ``tui.theme`` maps roles to colou
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
@@ -320,6 +320,11 @@ def list_items(label: str, items: Sequence[tuple[Look, str]], width: int) -> Row
             break
         row += item
     return cut(row, width)
+
+
+WayOf = Callable[[str, str], str]
+"""The ids of two peers → the way of the circuit from one to the other; empty for none."""
+WAY_COLUMN = ("way", 22)
 
 
 def table(columns: Sequence[tuple[str, int]], rows: Sequence[Sequence[Row]], width: int) -> list[Row]:

@@ -88,6 +88,8 @@ def _clean(record: R) -> R:
             if len(value) > MAX_RECORDS:
                 raise ProtocolError(f"{type(record).__name__}.{entry.name} is not a short list")
             changes[entry.name] = [printable(part) if isinstance(part, str) else part for part in value]
+        elif entry.name == "ways":
+            changes[entry.name] = {target: printable(way) for target, way in [*value.items()][:MAX_RECORDS]}
     return dataclasses.replace(record, **changes) if changes else record
 
 
@@ -277,6 +279,11 @@ class RecordStore:
                 break
             found.append(reports[-1][1])
         return found[::-1]
+
+    def way(self, origin: str, target: str) -> str:
+        """The way of the circuit that one peer has dialled to another; empty: it needs none, or is not known."""
+        peer = self.peers.get(origin)
+        return peer.ways.get(target, "") if peer is not None else ""
 
     def peers_in_order(self) -> list[PeerInfo]:
         """Ring members by job and rank, then the others by name."""

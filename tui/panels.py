@@ -167,7 +167,7 @@ def ring_rows(frame: Frame, job: JobInfo, width: int) -> list[Row]:
         look = fmt.look_in(fmt.PEER_LOOKS, peer.state if peer else "lost")
         name = peer.name if peer else id_
         state = "gone" if peer is None else f"{peer.state} ×{peer.share}" if peer.share else peer.state
-        way = job.edge_ways[rank] if len(job.edge_ways) == len(peers) else ""
+        way = frame.store.way(id_, job.members[(rank + 1) % len(peers)])
         link_text = next((text for text in fmt.link_texts(*edges[rank], way) if len(text) + 4 <= room), "")
         mark = SLOWEST if rank == slowest else None
         member = [Span(f"{rank:>2} ", "dim"), Span(f"{look.symbol} ", look.role), Span(name, "strong")]

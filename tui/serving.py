@@ -79,7 +79,7 @@ def _drafters(info: ServingInfo, serving: Mapping[str, ServingInfo]) -> tuple[Sh
 
 
 def draw_verifier(
-    verifier: Verifier, look_of: Callable[[str], Look], paces: Sequence[float | None], width: int
+    verifier: Verifier, look_of: Callable[[str], Look], paces: Sequence[float | None], width: int, way_of: fmt.WayOf
 ) -> list[Row]:
     """Rows of spans, each at most ``width`` cells. ``paces``: tokens per second, for each of the last seconds."""
     rows = [_title(verifier, look_of, width)]
@@ -91,7 +91,7 @@ def draw_verifier(
         figures = [[Span(span.text, "dim") for span in row] for row in figures]
     rows += [[Span("  "), *row] for row in figures]
     if verifier.drafters:
-        rows += [[], *([Span("  "), *row] for row in _drafter_rows(verifier, look_of, width - 2))]
+        rows += [[], *([Span("  "), *row] for row in _drafter_rows(verifier, look_of, width - 2, way_of))]
     return [fmt.cut(row, width) for row in rows]
 
 
@@ -164,11 +164,13 @@ def _join_with_dots(words: Sequence[str], first: str, role: str) -> Row:
     return [Span(f"{' · ' if index else first}{word}", role) for index, word in enumerate(words)]
 
 
-def _drafter_rows(verifier: Verifier, look_of: Callable[[str], Look], width: int) -> list[Row]:
+def _drafter_rows(verifier: Verifier, look_of: Callable[[str], Look], width: int, way_of: fmt.WayOf) -> list[Row]:
     names = max([cell_len(drafter.name) + cell_len(drafter.model) + 4 for drafter in verifier.drafters])
     columns = [("drafter", min(42, names)), ("right", 12), ("    away", 8), (" drafts/s", 9)]
+    ways = [way_of(verifier.info.peer, drafter.figures.peer) for drafter in verifier.drafters]
+    columns += [fmt.WAY_COLUMN] * any(ways)
     rows = []
-    for drafter in verifier.drafters:
+    for drafter, way in zip(verifier.drafters, ways, strict=True):
         figures, look = drafter.figures, look_of(drafter.figures.peer)
         name = [
             Span(f"{look.symbol} ", look.role),
@@ -176,7 +178,7 @@ def _drafter_rows(verifier: Verifier, look_of: Callable[[str], Look], width: int
             Span(f"  {fit(drafter.model, 20)}", "dim"),
         ]
         away, pace = Span(f"{fmt.millis(figures.latency_ms):>8}"), Span(f"{fmt.count(drafter.pace):>9}", "dim")
-        rows.append([name, _right_bar(figures.alpha), [away], [pace]])
+        rows.append([name, _right_bar(figures.alpha), [away], [pace], [Span(way, "dim")]])
     return fmt.table(columns, rows, width)
 
 
@@ -204,7 +206,7 @@ def serving_rows(frame: Frame, width: int) -> list[Row]:
     rows: list[Row] = []
     for verifier in verifiers_of(store.serving):
         paces = store.paces(verifier.info.id, frame.now, max(1, width))
-        rows += [*([[]] if rows else []), *draw_verifier(verifier, frame.look_of, paces, width)]
+        rows += [*([[]] if rows else []), *draw_verifier(verifier, frame.look_of, paces, width, store.way)]
         if not verifier.drafters:
             rows += [[], [Span("  no drafter: "), Span(how_to_join(seed_address(frame), "drafter"), "accent")]]
     if not rows:

@@ -40,7 +40,7 @@ from p2ptrain.core.world import Listener, Network, OnProblem, ProtocolFactory
 from wire.address import format_address
 from wire.connection import Connection, last_word
 from wire.frame import LENGTH_BYTES
-from wire.messages import ANSWERER, RELAYED, REVERSED, Circuit, CircuitJoined, JoinCircuit, RefusalCode
+from wire.messages import ANSWERER, MOST_WAYS, RELAYED, REVERSED, Circuit, CircuitJoined, JoinCircuit, RefusalCode
 from wire.punching import DirectTries
 from wire.relay import RelayedCircuit, RelayLimits, RelayPace, remote_of, side_taken
 from wire.transport import HalfOpen, OpeningListener, TcpNetwork, can_share_ports, check_port
@@ -94,6 +94,13 @@ class CircuitNetwork:
         self._meetings: dict[str, Meet] = {}  # by the id of circuits that ends may join here
         self._meeting_added = asyncio.Event()
         self._joining: set[asyncio.Task[None]] = set()
+        self._dialled: list[_CircuitTransport] = []  # the oldest first; perhaps some that have ended
+
+    def ways(self) -> dict[str, str]:
+        """The peers to which this end has dialled a circuit that is open, and the way of the newest one to each, as
+        ``Heartbeat.ways``."""
+        opened = [end for end in self._dialled if _is_open(end)][-MOST_WAYS:]
+        return {end.circuit.answerer: end.way_text for end in opened}
 
     async def connect(self, host: str, port: int, factory: ProtocolFactory, *, timeout_s: float) -> None:
         """Dial ``host:port``; a ``peer_host`` by a circuit. Raises as the inner network."""
@@ -115,7 +122,9 @@ class CircuitNetwork:
                 why, remedy = error.message, error.remedy
             raise Unreachable(f"cannot reach {format_address(host, port)}: {why}", remedy=remedy) from error
         names = {"peername": (host, port), "sockname": (peer_host(circuit.caller), 0)}
-        _hand_over(transport, factory(), **names, way=way, on_failure=partial(self.on_way, circuit, ""))
+        end = _CircuitTransport(transport, circuit, way, names | {"on_failure": partial(self.on_way, circuit, "")})
+        end.hand_over(factory())
+        self._dialled = [*filter(_is_open, self._dialled), end]
         self.on_way(circuit, way)
 
     async def listen(
@@ -151,8 +160,8 @@ class CircuitNetwork:
             raise Unreachable("this peer does not listen for others")
         factory, port = self._accepts
         transport, way = await self._join(circuit)
-        caller, answerer = (peer_host(circuit.caller), 0), (peer_host(circuit.answerer), port)
-        _hand_over(transport, factory(), peername=caller, sockname=answerer, way=way)
+        names = {"peername": (peer_host(circuit.caller), 0), "sockname": (peer_host(circuit.answerer), port)}
+        _CircuitTransport(transport, circuit, way, names).hand_over(factory())
         self.on_way(circuit, way)
 
     async def try_direct(self, circuit: Circuit) -> str:
@@ -293,31 +302,45 @@ async def _refuse_request(peer_id: str) -> Circuit:
     raise Unreachable(f"{peer_id} is behind a router, and no seed is here that could help to reach it")
 
 
-def _hand_over(transport: asyncio.Transport, protocol: asyncio.BufferedProtocol, **facts: Any) -> None:
-    """Give ``transport``, whose reading is paused, to ``protocol``, to which ``get_extra_info`` answers ``facts``."""
-    transport.set_protocol(protocol)
-    transport.resume_reading()
-    try:
-        protocol.connection_made(cast(asyncio.BaseTransport, _CircuitTransport(transport, facts)))
-    except BaseException:
-        transport.abort()
-        raise
-
-
 @dataclass(frozen=True, slots=True)
 class _CircuitTransport:
-    """An end's transport as the protocol above knows it: named by the other end, not by the meeting point."""
+    """An end's transport as the protocol above knows it: named by the other end, not by the meeting point.
+
+    ``facts``: answers of ``get_extra_info``.
+    """
 
     transport: asyncio.Transport
+    circuit: Circuit
+    way: str
     facts: dict[str, Any]
 
+    @property
+    def way_text(self) -> str:
+        return f"{RELAYED} by {self.circuit.relay}" if self.way == RELAYED else self.way
+
+    def hand_over(self, protocol: asyncio.BufferedProtocol) -> None:
+        """Give the transport, whose reading is paused, to ``protocol``."""
+        self.transport.set_protocol(protocol)
+        self.transport.resume_reading()
+        try:
+            protocol.connection_made(cast(asyncio.BaseTransport, self))
+        except BaseException:
+            self.transport.abort()
+            raise
+
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        if name == "rtt_s" and self.facts["way"] == RELAYED:
+        if name == "way":
+            return self.way
+        if name == "rtt_s" and self.way == RELAYED:
             return default  # the kernel measures the way to the relay
         return self.facts[name] if name in self.facts else self.transport.get_extra_info(name, default)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.transport, name)
+
+
+def _is_open(end: _CircuitTransport) -> bool:
+    return not end.transport.is_closing()
 
 
 _KIND_AT = LENGTH_BYTES

@@ -26,7 +26,7 @@ from typing import Annotated, Any, ClassVar
 
 from wire.schema import Bound, Count, Declared, Host, Id, Port, Record
 
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 MAX_TERM = 1 << 13
 """Limit of a seed's terms: a generation of term t is above t << 40, and every number must be below 2**53."""
 
@@ -165,7 +165,7 @@ class Refuse(Message, kind=3):
 # --------------------------------------------------------------------------------------------------- peer and its seed
 
 
-MAX_GPUS = 16
+MAX_GPUS, MOST_WAYS = 16, 64
 
 
 class GpuInfo(Record):
@@ -195,6 +195,8 @@ class Heartbeat(Message, kind=16):
             ``tokens_per_s``, ``memory_bytes``, ``memory_total_bytes``,
             ``compute_ms``, ``communicate_ms``, ``wait_ms``, ``compute_flops`` (absent until measured; 0 if it cannot be
             measured).
+        ways: to the seed: peers that the sender has dialled by circuits that are open, and the way of the newest one to
+            each: ``direct``, ``punched``, ``reversed``, or ``relayed by`` and a name.
     """
 
     seq: Count
@@ -203,6 +205,7 @@ class Heartbeat(Message, kind=16):
     state: str
     stats: dict[str, float] = field(default_factory=dict)
     gpus: Annotated[list[GpuInfo], Bound(0, MAX_GPUS)] = field(default_factory=list)
+    ways: Annotated[dict[Id, Annotated[str, Bound(1, 80)]], Bound(0, MOST_WAYS)] = field(default_factory=dict)
 
 
 class HeartbeatAck(Message, kind=17):

@@ -8,13 +8,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 from p2ptrain.core.errors import ProtocolError
 from wire.chain_messages import HeldPart
 from wire.job_messages import MAX_WINDOWS, LedgerRow, SettingChange
-from wire.messages import DIRECT, GpuInfo
+from wire.messages import GpuInfo
 from wire.schema import Amount, Bound, Count, Lineage, Port, Record, Share
 from wire.text_messages import ServingFacts
 
@@ -62,6 +62,7 @@ class PeerInfo(Record):
         group: of a process in a process group of torch: the group's script and id.
         sent_bytes: all that its process sent to other members for its jobs, without states that others fetched.
         router: where the seed sees a peer that it cannot dial, which others reach over circuits; empty: it can.
+        ways: as ``Heartbeat.ways``.
     """
 
     id: str
@@ -101,11 +102,19 @@ class PeerInfo(Record):
     threads: Count = 0
     sent_bytes: Count = 0
     router: str = ""
+    ways: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def place(self) -> str:
         """Where it is, for people."""
         return f"behind a router at {self.router}" if self.router else self.address
+
+
+def ways_text(peers: Sequence[PeerInfo]) -> str:
+    """The way of each open circuit: ``a → b relayed by c, b → d punched``; empty if there is none."""
+    names = {peer.id: peer.name for peer in peers}
+    circuits = [(peer.name, names.get(target, target), way) for peer in peers for target, way in peer.ways.items()]
+    return ", ".join(f"{origin} → {target} {way}" for origin, target, way in circuits)
 
 
 FINISHED_STATES = frozenset({"done", "cancelled", "failed"})
@@ -150,8 +159,6 @@ class JobInfo(Record):
             ``saving`` (all steps are done, and their result is on no disk yet), ``done``, ``cancelled``, ``failed``.
         members: peer ids in rank order.
         edge_ms, edge_bps: latency (one way) and bandwidth from each member to its right neighbour; empty: all unknown.
-        edge_ways: the way of each such link: ``direct``, ``reversed``, ``punched``, or ``relayed by`` and a name;
-            empty: all are direct.
         streams, codec: how gradients travel in the present view (``ring.view.View``); 0 and empty without a view.
         stages: parts that the model is split into, each held by another member; 1: it is not split.
         cuts: first layer of the second and each later part; empty: chosen by the workers' speed and memory.
@@ -187,7 +194,6 @@ class JobInfo(Record):
     reason: str = ""
     edge_ms: list[float | None] = dataclasses.field(default_factory=list)
     edge_bps: list[float | None] = dataclasses.field(default_factory=list)
-    edge_ways: list[str] = dataclasses.field(default_factory=list)
     streams: int = 0
     codec: str = ""
     stages: int = 1
@@ -205,14 +211,6 @@ class JobInfo(Record):
             (_figure(latency_ms), _figure(rate_bps))
             for latency_ms, rate_bps in zip(self.edge_ms, self.edge_bps, strict=True)
         ]
-
-    def ways_text(self, names: Mapping[str, str]) -> str:
-        """The way of each link, ``a → b relayed by c, b → a direct``; empty if all are direct. ``names``: of peers."""
-        ids = [names.get(peer_id, peer_id) for peer_id in self.members]
-        if len(ids) != len(self.edge_ways):
-            return ""
-        ends = zip(ids, [*ids[1:], *ids[:1]], self.edge_ways, strict=True)
-        return ", ".join(f"{origin} → {target} {way}" for origin, target, way in ends)
 
     def slowest_edge(self) -> int | None:
         """Rank whose link to the right has the least bandwidth, then the most latency; None if none is measured."""
@@ -348,14 +346,12 @@ class StagePlanInfo(Record):
 
 
 class LinkInfo(Record):
-    """A measured link from one peer to another. ``bandwidth_bps``: None if it is unknown. ``way``: as
-    ``JobInfo.edge_ways``."""
+    """A measured link from one peer to another. ``bandwidth_bps``: None if it is unknown."""
 
     source: str
     target: str
     latency_s: Amount
     bandwidth_bps: Amount | None = None
-    way: str = DIRECT
 
 
 class TrainingPlanInfo(Record):

@@ -17,7 +17,16 @@ from p2ptrain.cluster.console import Console
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.texts import human_seconds, human_time, printable
 from wire.address import how_to_join
-from wire.records import FINISHED_STATES, CheckpointInfo, ClusterInfo, EventInfo, JobInfo, PeerInfo, ServingInfo
+from wire.records import (
+    FINISHED_STATES,
+    CheckpointInfo,
+    ClusterInfo,
+    EventInfo,
+    JobInfo,
+    PeerInfo,
+    ServingInfo,
+    ways_text,
+)
 
 if TYPE_CHECKING:
     from wire.client import SeedClient
@@ -100,9 +109,8 @@ def status(
     if shown := (unfinished or jobs)[-SHOWN:]:
         typer.echo()
         print_jobs(shown)
-        for job in shown:
-            if text := job.ways_text({peer.id: peer.name for peer in peers}):
-                typer.echo(printable(f"links of {job.name}: {text}"))
+    if links := ways_text(peers):
+        typer.echo(printable(f"links: {links}"))
     typer.echo()
     for text in problems[:SHOWN] or ["nothing needs attention"]:
         typer.echo(f"{'!' if problems else '✓'} {printable(text)}")

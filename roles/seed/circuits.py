@@ -28,7 +28,7 @@ from roles.circuits import RELAYS
 from roles.seed.peers import ConnectedPeer, PeerTable, host_dialled_from
 from wire.circuits import CircuitNetwork
 from wire.connection import Connection
-from wire.messages import ANSWERER, CALLER, DIRECT, RELAYED, WAYS, Circuit, CircuitOffer, CircuitOrder
+from wire.messages import ANSWERER, CALLER, RELAYED, WAYS, Circuit, CircuitOffer, CircuitOrder
 
 LIVES_S = 20.0
 """Time from the order of a circuit until both ends must be at the meeting point."""
@@ -46,13 +46,11 @@ class PairPath:
     """What the seed knows of the path between two peers.
 
     Attributes:
-        way: of the newest circuit that was made, as ``JobInfo.edge_ways``.
         relay: the third peer that is its meeting point; empty: none, or the seed.
         is_direct: whether the ends can connect directly; None: not tried.
         avoided: meeting points at which the ends did not meet → until when all others are preferred.
     """
 
-    way: str = DIRECT
     relay: str = ""
     is_direct: bool | None = None
     avoided: dict[str, float] = field(default_factory=dict)
@@ -92,10 +90,6 @@ class CircuitBroker:
         self._paths: dict[frozenset[str], PairPath] = {}
         self._orders: dict[str, OrderedCircuit] = {}  # by circuit; the oldest first
         self._ordered: Counter[str] = Counter()  # how many of them each caller has
-
-    def way_between(self, first: str, second: str) -> str:
-        """The way of the newest connection between two peers, as ``JobInfo.edge_ways``."""
-        return self._paths.get(frozenset((first, second)), PairPath()).way
 
     def forget(self, peer_id: str) -> None:
         """Forget a peer's paths: its link to the seed has ended."""
@@ -154,9 +148,9 @@ class CircuitBroker:
             path.avoided[order.point] = self._world.clock.now() + AVOIDED_S
             return
         if way != RELAYED:
-            path.way, path.relay = way, ""
+            path.relay = ""
             return
-        path.way, path.relay = f"relayed by {order.relay}", order.point
+        path.relay = order.point
         is_first, path.is_direct = path.is_direct is None, False  # until a trial shows that it is
         caller, answerer = connected.get(order.caller), connected.get(order.answerer)
         if is_first and caller is not None and answerer is not None:

@@ -57,7 +57,7 @@ from wire.job_messages import (
     SettingChange,
     StepMetrics,
 )
-from wire.messages import DIRECT, EventNotice, Message
+from wire.messages import EventNotice, Message
 from wire.records import JobInfo
 
 NOTICES_S = 1.0
@@ -81,7 +81,6 @@ class JobPorts:
         minted_below: generations up to this one may be of an earlier term.
         request_backup: asks for a backup of the store soon.
         new_id: makes an identifier.
-        way_between: of two peers, as ``JobInfo.edge_ways``.
         assign_workers: gives free workers to jobs.
         take_early_messages: handles the messages of the job's workers that waited for the end of its census.
     """
@@ -97,7 +96,6 @@ class JobPorts:
     assign_workers: Callable[[], None]
     take_early_messages: Callable[[str], None]
     new_id: Callable[[], str]
-    way_between: Callable[[str, str], str]
     probe: Probe
 
 
@@ -556,8 +554,6 @@ class JobController:
         record, view = self.record, self.running_view
         edges = [self.edge_from(view, rank) for rank in range(view.size)] if view else []
         known, step = any(edges), self.core.known_step
-        ids = [member.peer_id for member in view.members] if view else []
-        ways = [self._ports.way_between(*ends) for ends in zip(ids, [*ids[1:], *ids[:1]], strict=True)]
         return JobInfo(
             id=record.id,
             name=record.name,
@@ -568,10 +564,9 @@ class JobController:
             steps_total=record.steps_total,
             step=step,
             generation=self.core.view.generation if self.core.view else 0,
-            members=ids,
+            members=[member.peer_id for member in view.members] if view else [],
             edge_ms=[edge.latency_s * 1e3 if edge else None for edge in edges] if known else [],
             edge_bps=[edge.bandwidth_bps if edge else None for edge in edges] if known else [],
-            edge_ways=ways if set(ways) - {DIRECT} else [],
             stages=self.stages,
             cuts=list(self.core.training.cuts) if self.core.training else [],
             streams=view.streams if view else 0,

@@ -206,8 +206,7 @@ class ClusterRequests:
         known, infos = self._ports.survey.table.known, list[LinkInfo]()
         for first, second in combinations([worker.id for worker in workers], 2):
             if (link := known_link(known, first, second)) is not None:
-                way = self._ports.way_between(first, second)
-                infos.append(LinkInfo(first, second, link.latency_s, link.bandwidth_bps, way))
+                infos.append(LinkInfo(first, second, link.latency_s, link.bandwidth_bps))
         return {"links": first_that_fit(info.to_map() for info in infos)}
 
     async def _list(self, name: str, choose: Choose, find: Find, params: Params, connection: Connection) -> Result:

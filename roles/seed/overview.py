@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from p2ptrain import __version__
+from p2ptrain.core.texts import printable
 from ring.view import TERM_BITS
 from roles.seed.events import Map, Subscription
 from roles.seed.job_table import JobTable
@@ -135,6 +136,7 @@ class Overview:
             cores=whole(peer.hello.capabilities.get("cores"), 1 << 16),
             threads=whole(peer.hello.capabilities.get("threads"), 1 << 16),
             router="" if peer.is_dialled else peer.origin,
+            ways={target: printable(way) for target, way in current.ways.items()} if current else {},
             **figures,
         )
 

@@ -136,7 +136,6 @@ class Seed:
             assign_workers=lambda: self.pool.assign(),
             take_early_messages=self._take_early_messages,
             new_id=world.new_id,
-            way_between=self.circuits.way_between,
             probe=world.probe,
         )
         self.jobs = JobTable(ports)

@@ -177,9 +177,11 @@ def test_status_says_what_needs_attention(command: Command, fake_seed: Any) -> N
         "probe.clock": {"wall": 1.7e9 + 60},
     }
     assert command("status").out.splitlines()[-1] == "✓ nothing needs attention", "it trains again"
-    fake_seed.answers["peers.list"] = {"peers": [PEER.to_map() | {"state": "building"}]}
+    ways = {PEER.id: "punched", "c3d4": "relayed by desk"}
+    fake_seed.answers["peers.list"] = {"peers": [PEER.to_map() | {"state": "building", "ways": ways}]}
     outcome = command("status")
     assert outcome.code == 0
+    assert "\nlinks: laptop�[31m → laptop�[31m punched, laptop�[31m → c3d4 relayed by desk\n" in outcome.out
     assert "attic at 127.0.0.1:7337, up 1 min 0 s" in outcome.out
     assert "1: 1 building" in outcome.out
     assert outcome.out.splitlines()[-1] == "! 10 s ago: laptop is lost"

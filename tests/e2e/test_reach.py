@@ -68,8 +68,12 @@ class Cluster:
         """Wait until a link of the job's ring has one of these ways."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
-                (job,) = (await self.here("jobs", "list"))["jobs"]
-                if any(way in job["edge_ways"] for way in ways):
+                status = await self.here("status")
+                (job,) = status["jobs"]
+                found = {
+                    way for peer in status["peers"] if peer["id"] in job["members"] for way in peer["ways"].values()
+                }
+                if found & set(ways):
                     return
                 assert job["state"] != "done", "none of its links was like that"
 

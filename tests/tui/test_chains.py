@@ -182,6 +182,10 @@ def chain(count: int, **changes: Any) -> ShownChain:
     return chains_of(parts)[0]
 
 
+def no_way(origin: str, target: str) -> str:
+    return ""
+
+
 def look_of(peer: str) -> Look:
     return Look("○", "calm")
 
@@ -192,7 +196,7 @@ def plain(rows: list[list[Span]]) -> list[str]:
 
 def test_the_pipeline_of_a_job_bears_its_name_and_says_that_it_trains():
     (training,) = chains_of(chain(2, name="c0ffee", sessions=0).parts, {"m": "tiny"})
-    rows = plain(draw_chain(training, look_of, 76))
+    rows = plain(draw_chain(training, look_of, 76, no_way))
     assert rows[0].startswith("tiny  4 layers · in training · 31.2 tok/s · bubble 25% · bfloat16")
     assert not chains_of(training.parts, {"another": "tiny"})[0].trains
 
@@ -200,7 +204,7 @@ def test_the_pipeline_of_a_job_bears_its_name_and_says_that_it_trains():
 @pytest.mark.parametrize("width", [20, 40, 76, 156])
 @pytest.mark.parametrize("count", [2, 3, 5, 9, 40])
 def test_every_stage_is_drawn_and_the_slowest_is_marked_not_only_coloured(count: int, width: int):
-    rows = draw_chain(chain(count), look_of, width)
+    rows = draw_chain(chain(count), look_of, width, no_way)
     assert all(sum(cell_len(span.text) for span in row) <= width for row in rows)
     text = "\n".join(plain(rows))
     for index in range(count):
@@ -212,18 +216,22 @@ def test_every_stage_is_drawn_and_the_slowest_is_marked_not_only_coloured(count:
 
 
 def test_a_stage_is_a_line() -> None:
-    rows = plain(draw_chain(chain(12), look_of, 100))
+    rows = plain(draw_chain(chain(12), look_of, 100, no_way))
     assert rows[1] == "layers   held by  request  weights, caches      busy ░ bubble  tok/s  to next   sessions"
     assert re.fullmatch(r"0–1 +○ peer0 +4 ms █+▓+·+ 5.0/8 GiB █+░+  75% +31.2 +4 KiB +2", rows[2])
     assert re.fullmatch(r"2–3 ! +○ peer1 +8 ms █+▓+·+ 5.0/8 GiB █+░+  75% +31.2 +4 KiB +2", rows[3])
     assert len(rows) == 14
+    known = {("p0", "p1"): "relayed by desk"}
+    rows = plain(draw_chain(chain(12), look_of, 120, lambda *ends: known.get(ends, "")))
+    assert rows[1].endswith(" way")
+    assert ["relayed by desk" in row for row in rows[2:4]] == [True, False]
 
 
 def test_what_is_beside_is_named_or_counted():
     more = [stage(10 + index, 0, 2, 8, peer_name=f"spare{index}") for index in range(30)]
     broken = [stage(0, 0, 2, 8, sessions=9), *more]
     (found,) = chains_of(broken)
-    last = plain(draw_chain(found, look_of, 60))[-1]
+    last = plain(draw_chain(found, look_of, 60, no_way))[-1]
     assert last.startswith("beside: ○ spare0 0–1  ○ spare1 0–1")
     assert last.endswith(f"+{30 - last.count('○')}")
 
@@ -231,7 +239,7 @@ def test_what_is_beside_is_named_or_counted():
 def test_gaps_have_a_look_of_their_own():
     assert Gap(0, 3) != Gap(0, 3, held=True)
     (found,) = chains_of([stage(0, 0, 6, 8), stage(1, 3, 8, 8)])
-    text = "\n".join(plain(draw_chain(found, look_of, 76)))
+    text = "\n".join(plain(draw_chain(found, look_of, 76, no_way)))
     assert "no part fits" in text
     assert "nobody holds" not in text
     assert "beside: ○ peer1 3–7" in text

@@ -19,6 +19,10 @@ def by_id(*infos: ServingInfo) -> dict[str, ServingInfo]:
     return {info.id: info for info in infos}
 
 
+def no_way(origin: str, target: str) -> str:
+    return ""
+
+
 def look_of(peer: str) -> Look:
     return Look("◆", "good")
 
@@ -28,7 +32,7 @@ def texts(rows: list[Row]) -> list[str]:
 
 
 def drawn(one: Verifier, width: int = 100) -> list[str]:
-    return texts(draw_verifier(one, look_of, [1.0, 5.0], width))
+    return texts(draw_verifier(one, look_of, [1.0, 5.0], width, no_way))
 
 
 def test_a_verifier_has_its_drafters_the_best_first():
@@ -39,6 +43,9 @@ def test_a_verifier_has_its_drafters_the_best_first():
     dora, nils = found.drafters
     assert (nils.figures, dora.figures, dora.model) == (*drafts, "code-40m")
     assert [share for _, share in found.spent_ms] == [info.stats[f"{name}_ms"] for name, _ in found.spent_ms]
+    known = {("verifier", "nils"): "relayed by desk"}
+    rows = texts(draw_verifier(found, look_of, [], 100, lambda *ends: known.get(ends, "")))
+    assert [row.split()[1] for row in rows if "relayed by desk" in row] == ["nils"]
 
 
 def test_those_that_write_come_first_and_drafters_without_a_verifier_are_named():
@@ -74,5 +81,5 @@ def test_no_figure_and_no_width_breaks_it(
         drafters=[DrafterFigures(f"d{index}", *each) for index, each in enumerate(figures)],
     )
     for one in verifiers_of(by_id(info)):
-        for line in texts(draw_verifier(one, look_of, paces, width)):
+        for line in texts(draw_verifier(one, look_of, paces, width, no_way)):
             assert cell_len(line) <= width

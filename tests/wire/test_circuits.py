@@ -225,10 +225,12 @@ async def test_the_answerer_may_speak_first_and_the_end_leaves_nothing(reversed_
     await three.connect("b2", listener.address[1], lambda: caller, timeout_s=5)
     assert await caller.until_received(7) == b"welcome"
     assert three.ways == [REVERSED if reversed_ else RELAYED]
+    assert three.caller.ways() == {"b2": "reversed" if reversed_ else "relayed by relay"}
     assert three.relay.count_relayed() == (not reversed_)
     caller.transport.close()
     await greeter.until_lost()
     await caller.until_lost()
+    assert not three.caller.ways()
     assert not three.relay.relayed
     await listener.close()
     await three.close()

@@ -64,7 +64,7 @@ def packed(**fields: Any) -> bytes:
 BOMB = COMPRESSED + zlib.compress(bytes(1 << 20))
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 JOB = JobInfo("j", "job", "tiny", "sync", "running", 0.0, 10, members=["a", "b", "c"])
-BEAT = {"seq": 1, "progress": 2, "step": 3, "state": "training", "stats": {"rtt_ms": 1.5}, "gpus": []}
+BEAT = {"seq": 1, "progress": 2, "step": 3, "state": "training", "stats": {"rtt_ms": 1.5}, "gpus": [], "ways": {}}
 HELLO = {
     "version": PROTOCOL_VERSION,
     "software": "p2ptrain 0.1",
@@ -240,12 +240,6 @@ def test_every_message_is_on_the_page() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- records
-
-
-def test_ways_of_a_ring_are_told_by_names():
-    job = JobInfo.from_map_untrusted(JOB.to_map() | {"members": ["a", "b"], "edge_ways": ["punched", "relayed by c"]})
-    assert job.ways_text({"a": "desk"}) == "desk → b punched, b → desk relayed by c"
-    assert JOB.ways_text({}) == ""
 
 
 def with_edges(edge_ms: list[Any], edge_bps: list[Any]) -> JobInfo:

@@ -2,7 +2,7 @@
 
 import * as format from "./format.js";
 import { Table, byId, h, setText } from "./dom.js";
-import { linksOf, linkText, slowestFirst } from "./ring.js";
+import { linksOf, linkText, slowestFirst, wayOf } from "./ring.js";
 import { isFinished } from "./store.js";
 
 const PHASES = ["detect", "agree", "form", "transfer", "commit"];
@@ -77,6 +77,7 @@ export class Panels {
   constructor(store, act) {
     this.#store = store;
     const jobName = (id) => text(store.jobs.get(id)?.name ?? id, 40);
+    const drafterOf = (item) => ({ peer }) => `${store.nameOf(peer)} ${wayOf(store.peers.get(item.peer), peer)}`.trim();
     const stage = (peer) => (peer.stage === null || peer.stage === undefined ? "" : `, stage ${peer.stage}`);
     const nodes = new Table(
       byId("nodes"),
@@ -170,7 +171,7 @@ export class Panels {
         number("Cached", (item) => format.percent(item.stats?.cached_share)),
         number("Accepted", (item) => format.percent(item.stats?.alpha)),
         number("Speed-up", (item) => (item.stats?.speed_up ? `${item.stats.speed_up.toFixed(2)}×` : UNKNOWN)),
-        column("Drafters", (item) => text((item.drafters ?? []).map((each) => each.peer).join(", ") || UNKNOWN)),
+        column("Drafters", (item) => text((item.drafters ?? []).map(drafterOf(item)).join(", ") || UNKNOWN)),
       ],
       { empty: "No verifier or drafter is connected." },
     );
@@ -204,7 +205,7 @@ export class Panels {
   update(job, filter) {
     const store = this.#store;
     this.#tables.nodes.update(store.peersInOrder());
-    const links = job ? slowestFirst(linksOf(job)) : [];
+    const links = job ? slowestFirst(linksOf(job, store.peers)) : [];
     byId("links").hidden = !links.length;
     this.#tables.links.update(links);
     this.#tables.jobs.update(store.jobsInOrder().slice(0, MOST_SHOWN));

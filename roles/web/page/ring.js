@@ -7,8 +7,11 @@ const WIDTH = 420;
 const HEIGHT = 350;
 const FEW = 12; // so many members have room for level names, and for the figures of each link
 
+/** The way of the circuit that `peer` has dialled to another one; empty for none. */
+export const wayOf = (peer, target) => format.text(peer?.ways?.[target] ?? "", 80);
+
 /** The links of `job`: `{from, to, ms, bps, way}` in rank order. */
-export function linksOf(job) {
+export function linksOf(job, peers) {
   const size = job.members.length;
   if (size < 2) return [];
   const measured = job.edge_ms?.length === size && job.edge_bps?.length === size;
@@ -17,7 +20,7 @@ export function linksOf(job) {
     to: job.members[(rank + 1) % size],
     ms: measured ? job.edge_ms[rank] : null,
     bps: measured ? job.edge_bps[rank] : null,
-    way: job.edge_ways?.length === size ? format.text(job.edge_ways[rank], 80) : "",
+    way: wayOf(peers.get(id), job.members[(rank + 1) % size]),
   }));
 }
 
@@ -45,7 +48,7 @@ export class Ring {
       const { name, state = "unknown", stage = null } = peers.get(id) ?? {};
       return { id, rank, name: format.text(name ?? id, 40), state, stage: job.stages > 1 ? stage : null };
     });
-    const links = job ? linksOf(job) : [];
+    const links = job ? linksOf(job, peers) : [];
     const shown = JSON.stringify([members, links]);
     if (shown === this.#shown) return;
     this.#shown = shown;
