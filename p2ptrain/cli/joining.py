@@ -74,29 +74,29 @@ async def run_member(options: JoinOptions, make: Callable[[JoinContext], MemberR
         P2PTrainError: there is no seed in time, no slot or no ticket, or what ran raised it.
     """
     console, stop = stoppable(with_parent=options.with_parent)
-    if not options.no_discovery:
-        place = await unless_stopped(stop, discover(options.address, console))
-        options = options if place is None else replace(options, address=format_address(*place))
-    base, role, targets = _network(options), options.role, options.targets
-    identity = claim(RealDisk(), options.root, role=role, name=options.name, slot=options.slot)
-    places = [place_of(target) for target in targets]
-    states = [options.root, default_state_dir()]
-    caller = Caller(role, identity.directory / "credentials", states, identity.peer_id, options.code)
-    listen_host, afresh = options.host, False
-    clock = LoopClock()
-    began = clock.now()
-
-    def retry_time_s(problem: P2PTrainError) -> float:
-        waited_s = clock.now() - began
-        if not is_transient(problem) or waited_s >= options.wait:
-            return 0.0
-        reason = f"{problem.message} ({problem.remedy})" if problem.remedy else problem.message
-        text = f"waiting for the seed, {human_seconds(waited_s)}: {reason}; Ctrl+C gives up"
-        console.progress(text, every_s=max(waited_s, 1.0))  # in a file the lines become rarer
-        return options.wait - waited_s
-
-    hours = options.open_hours
+    identity = claim(RealDisk(), options.root, role=options.role, name=options.name, slot=options.slot)
     try:
+        if not options.no_discovery:
+            place = await unless_stopped(stop, discover(options.address, console))
+            options = options if place is None else replace(options, address=format_address(*place))
+        base, role, targets = _network(options), options.role, options.targets
+        places = [place_of(target) for target in targets]
+        states = [options.root, default_state_dir()]
+        caller = Caller(role, identity.directory / "credentials", states, identity.peer_id, options.code)
+        listen_host, afresh = options.host, False
+        clock = LoopClock()
+        began = clock.now()
+
+        def retry_time_s(problem: P2PTrainError) -> float:
+            waited_s = clock.now() - began
+            if not is_transient(problem) or waited_s >= options.wait:
+                return 0.0
+            reason = f"{problem.message} ({problem.remedy})" if problem.remedy else problem.message
+            text = f"waiting for the seed, {human_seconds(waited_s)}: {reason}; Ctrl+C gives up"
+            console.progress(text, every_s=max(waited_s, 1.0))  # in a file the lines become rarer
+            return options.wait - waited_s
+
+        hours = options.open_hours
         while True:
             ending, closing = stop, None
             if hours is not None:

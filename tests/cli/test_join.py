@@ -57,6 +57,14 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[JoinOptions]:
     return found
 
 
+def test_state_is_claimed_before_a_seed_is_looked_for(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(joining, "discover", None)
+    assert "cannot make the directory" in command("join", "--state", str(tmp_path / "file")).err
+
+
 def test_a_worker_is_what_nobody_names(command: Command, begun: list[JoinOptions]) -> None:
     assert command("join").code == 0
     (of,) = begun
@@ -194,7 +202,7 @@ async def test_it_waits_for_a_seed_that_is_not_there_yet(
     async with asyncio.timeout(10):
         staying = asyncio.create_task(joining.run_member(of, make))
         await waits.wait()
-        assert "0 s: cannot reach 127.0.0.1" in said[0]
+        assert " s: cannot reach 127.0.0.1" in said[0]
         server = await serve(TcpNetwork(), "127.0.0.1", port, decide=decide, serve=hang_up, on_problem=lambda *_: None)
         await staying
         await server.close()
