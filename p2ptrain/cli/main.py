@@ -106,6 +106,9 @@ def _usage_error(error: Any) -> UserError:
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else _name_typed_command()
     message, option, param = str(error.message), getattr(error, "option_name", ""), getattr(error, "param", None)
+    options = [name for each in context.command.params for name in each.opts] if context is not None else []
+    if option == "--state" and "--seed" in options:
+        return UserError("no such option: --state", remedy=f"`{path} --seed @DIR` asks the seed whose --state is DIR")
     if hasattr(error, "possibilities"):
         return no_such("option", without_secrets(option), error.possibilities or (), path)
     if option:

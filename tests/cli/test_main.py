@@ -111,6 +111,7 @@ def test_an_unknown_option_names_the_one_that_was_meant(command: Command) -> Non
         "error: no such option: --jsn\n  → did you mean --json? `p2ptrain profiles list --help` lists the options\n"
     )
     assert "did you mean --version?" in command("--verson").err
+    assert "→ `p2ptrain ticket new --seed @DIR` asks" in command("ticket", "new", "--state", "run").err
 
 
 def test_a_shell_completes_commands_and_options(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
