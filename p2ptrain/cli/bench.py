@@ -384,35 +384,6 @@ def _check_names(link: str, codec: str) -> None:
         preset_named(link)
 
 
-@app.command()
-def pool(
-    loads: Annotated[int, option("--loads N", "Random loads, each with jobs, served models and drafts.", min=1)] = 20,
-    workers: Annotated[int, option("--workers -w N", "Workers of the pool.", min=2, max=1000)] = 8,
-    as_json: JsonOption = False,
-) -> None:
-    """Compare the policies of the pool (`p2ptrain seed --pool`) on the same random loads, in virtual time.
-
-    \b
-    Examples:
-      p2ptrain bench pool
-      p2ptrain bench pool --loads 100 --workers 32
-    """
-    from p2ptrain.lab.pool_loads import compare_policies
-
-    found = compare_policies(loads, workers)
-    if as_json:
-        print_json({"loads": loads, "workers": workers, "policies": found})
-        return
-    heads = ["POLICY", "JOB DONE AFTER", "ALL DONE AFTER", "WAITED", "SERVED", "DRAFTED", "MOVES"]
-    rows = [
-        [name, *(human_duration(item[key]) for key in ("completion_s", "makespan_s", "wait_s")),
-         *(f"{item.get(key, 0.0):.0%}" for key in ("served", "drafted")), f"{item['moves']:.1f}"]
-        for name, item in found.items()
-    ]  # fmt: skip
-    print_table(heads, rows, right=heads[1:])
-    typer.echo("means of the loads; served, drafted: share of the time in which a model had its workers, its drafter")
-
-
 def _check_device(device: str) -> None:
     """Raises ``UserError``, ``ConfigError``: this machine does not have the device, or there is no such kind."""
     if device not in ("auto", "cpu"):

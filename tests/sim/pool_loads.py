@@ -1,11 +1,17 @@
-"""Random loads of a pool, played in virtual time with the planner of the seed, to compare its policies."""
+"""The policies of the pool (``p2ptrain seed --pool``) on random loads: ``python -m tests.sim.pool_loads 20 8``.
+
+The numbers are those of the loads and of the workers. The seed's planner plays them in virtual time.
+"""
 
 from __future__ import annotations
 
 import random
 import statistics
+import sys
 from dataclasses import dataclass, field, replace
 
+from p2ptrain.cli.output import print_table
+from p2ptrain.core.texts import human_duration
 from ring.planning.matching import POLICIES, PoolTask, plan_pool
 
 ROUND_S = 5.0
@@ -58,7 +64,7 @@ class Load:
 
 def make_load(seed: int, members: int) -> list[Load]:
     """Jobs, served models and drafts for ``members`` of different speeds and disks."""
-    rng = random.Random(seed)  # noqa: S311 - a load, not a secret
+    rng = random.Random(seed)
     names = [f"m{index}" for index in range(members)]
     speeds = {name: rng.choice([0.5, 1.0, 1.0, 2.0]) for name in names}
     loads = []
@@ -125,3 +131,14 @@ def compare_policies(loads: int, members: int) -> dict[str, dict[str, float]]:
         names = sorted({name for item in figures for name in item})
         found[policy] = {name: statistics.mean(item[name] for item in figures if name in item) for name in names}
     return found
+
+
+if __name__ == "__main__":
+    heads = ["POLICY", "JOB DONE AFTER", "ALL DONE AFTER", "WAITED", "SERVED", "DRAFTED", "MOVES"]
+    rows = [
+        [policy, *(human_duration(item[key]) for key in ("completion_s", "makespan_s", "wait_s")),
+         *(f"{item.get(key, 0.0):.0%}" for key in ("served", "drafted")), f"{item['moves']:.1f}"]
+        for policy, item in compare_policies(*map(int, sys.argv[1:])).items()
+    ]  # fmt: skip
+    print_table(heads, rows, right=heads[1:])
+    print("means of the loads; served, drafted: share of the time in which a model had its workers, its drafter")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2ptrain.lab.pool_loads import MOST_S, compare_policies, play_load
+from tests.sim.pool_loads import MOST_S, compare_policies, play_load
 
 
 def test_every_job_of_a_load_ends_under_every_policy() -> None:
