@@ -26,7 +26,6 @@ def sim(
     ] = 0,
     schedules: Annotated[int, option("--schedules N", "Number of fault schedules.", min=1)] = 100,
     random_seed: Annotated[int, option("--random-seed N", "Number of the first schedule; -1: any.", min=-1)] = -1,
-    mutation: Annotated[str, option("--without SAFEGUARD", "Safeguard to switch off.")] = "",
     stages: Annotated[int, option("--stages N", "Parts of the model; 1: not split.", min=1, max=8)] = 1,
     strategy: Annotated[
         str, option("--strategy NAME", f"Of a model that is not split: {', '.join(STRATEGIES)}.")
@@ -47,12 +46,10 @@ def sim(
     Examples:
       p2ptrain sim --schedules 1000 --processes 2
       p2ptrain sim --schedules 1 --random-seed 17 --timeline
-      p2ptrain sim --without dir-sync
       p2ptrain sim --rule multi_krum --schedules 20
     """
     from configs.schema import Robust, RobustRule
     from p2ptrain.lab.sim.faults import KINDS, KINDS_OF_PARTS
-    from p2ptrain.lab.sim.mutations import ASYNCHRONOUS, MUTATIONS, PRIVATE, STAGED
     from p2ptrain.lab.sim.run import Summary, run_batch
 
     check_one_of("--strategy", strategy, list(STRATEGIES))
@@ -66,19 +63,13 @@ def sim(
         what = f"--stages {stages}" if stages > 1 else f"--workers {workers}"
         remedy = "leave one of them out" + f", or give --workers {least}" * (stages == 1)
         raise UserError(f"--rule {rule} cannot have {what}", remedy=remedy)
-    more = STAGED if stages > 1 else {"server": ASYNCHRONOUS, "private": PRIVATE}.get(strategy, {})
-    safeguards = MUTATIONS | more
     kinds = tuple(name.strip() for name in faults.split(",") if name.strip())
     for name in kinds:
         check_one_of("--kinds", name, [*KINDS, *(KINDS_OF_PARTS if stages > 1 else ())])
-    if mutation:
-        check_one_of("--without", mutation, list(safeguards))
-        kinds = kinds or safeguards[mutation].kinds
     first = secrets.randbelow(1 << 31) if random_seed < 0 else random_seed
     if not as_json:
         typer.echo(f"schedules {first} to {first + schedules - 1}")
-    options: dict[str, Any] = {"peers": workers, "kinds": kinds, "mutation": mutation, "stages": stages}
-    options |= {"strategy": strategy, "rule": rule}
+    options: dict[str, Any] = {"peers": workers, "kinds": kinds, "stages": stages, "strategy": strategy, "rule": rule}
     console = Console()
 
     def show(verdict: SimulationResult, summary: Summary) -> None:

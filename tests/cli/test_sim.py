@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.lab.sim.run import SimulationResult, run_schedule
+from tests.sim.mutations import MUTATIONS
 
 from .conftest import Command
 
@@ -35,16 +36,17 @@ def test_ctrl_c_shows_what_was_found_so_far(command: Command, monkeypatch: pytes
 
 
 def test_unknown_names_are_refused(command: Command) -> None:
-    for option in ("--without", "--kinds"):
-        refused = command("sim", option, "luck")
-        assert refused.code == 2
-        assert "  → use " in refused.err
+    refused = command("sim", "--kinds", "luck")
+    assert refused.code == 2
+    assert "  → use " in refused.err
 
 
 def test_violation_has_an_exit_code_and_a_line_to_replay(command: Command) -> None:
-    found = command("sim", "--without", "confirm", "--strategy", "local", "--schedules", "9", "--random-seed", "0")
+    kinds = ",".join(MUTATIONS["confirm"][0].kinds)
+    with MUTATIONS["confirm"][0].rules_replaced():
+        found = command("sim", "--kinds", kinds, "--strategy", "local", "--schedules", "1", "--random-seed", "5")
     assert found.code == 1
-    for part in ("p2ptrain sim --schedules 1 --random-seed", "--without confirm", "--strategy local"):
+    for part in ("p2ptrain sim --schedules 1 --random-seed", f"--kinds {kinds}", "--strategy local"):
         assert part in found.err
     assert "did you mean local" in command("sim", "--strategy", "lcoal").err
     assert "--stages 2" in command("sim", "--strategy", "local", "--stages", "2").err

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from p2ptrain.lab.sim import run
-from p2ptrain.lab.sim.mutations import ASYNCHRONOUS, MUTATIONS, STAGED
 from p2ptrain.lab.sim.run import run_schedule
+from tests.sim.mutations import MUTATIONS
 
-# Name → a schedule that shows it, and by which invariant. Another one: `p2ptrain sim --without NAME --random-seed 0`.
+# Name → a schedule that shows it, and by which invariant. Another one: `python -m tests.sim.mutations NAME`.
 FOUND = {
     "fence": (3, "generations grow"),
     "digest": (3, "no fork"),
@@ -38,27 +36,24 @@ FOUND = {
     "weight": (2, "versions"),
     "numbers": (21, "versions"),
     "lost": (4, "nothing saved is taken back"),
+    # With a private job.
+    "agree": (4, "privacy counted"),
+    "count": (14, "privacy counted"),
 }
 WITHIN = 60
 """Schedules within which each of them is found, from any number on; searched where the product has moved on."""
-CASES = [
-    pytest.param(name, table[name].kinds, options, id=name)
-    for table, options in ((MUTATIONS, {}), (STAGED, {"stages": 2}), (ASYNCHRONOUS, {"strategy": "server"}))
-    for name in table
-]
 
 
-@pytest.mark.parametrize(("name", "kinds", "options"), CASES)
-def test_missing_safeguard_violates_an_invariant(
-    name: str, kinds: tuple[str, ...], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_missing_safeguard_violates_an_invariant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation, options = MUTATIONS[name]
     if "stages" in options:
         monkeypatch.setattr(run, "CALM_S", 100.0)  # soon enough to see that without "alike" a job goes in circles
     number, invariant = FOUND[name]
     for tried in (number, *range(WITHIN)):
-        verdict = run_schedule(tried, kinds=kinds, mutation=name, **options)
+        verdict = mutation.run(tried, **options)
         if verdict.violated:
             break
     assert verdict.violated, f"{WITHIN} schedules without {name} show nothing"
     assert verdict.violated == invariant or tried != number
-    assert not run_schedule(tried, kinds=kinds, **options).violated
+    assert not run_schedule(tried, kinds=mutation.kinds, **options).violated

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,8 @@ from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.attacker import add_attack
 from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.sim.machine import ATTACKER, PROCESS, Buffer, MachineDisk, Process, SimEngine, SimLoop, SimThreads
-from p2ptrain.lab.sim.mutations import Mutation
 from p2ptrain.lab.sim.observer import ObservedMachine, Observer
-from p2ptrain.lab.sim.probe import MachineProbe
+from p2ptrain.lab.sim.probe import Act, MachineProbe
 from p2ptrain.lab.stand_in import strategy_of_stand_ins
 from ring.job_member import MemberPhase
 from ring.planning.workloads import ModelShape
@@ -166,7 +166,7 @@ class SimMachine(ObservedMachine):
     def _world(self, circuits: CircuitNetwork) -> World:
         simulation, process = self._simulation, self.process
         rng = random.Random(simulation.random.getrandbits(64))  # noqa: S311
-        probe = MachineProbe(simulation.observer, self, process, simulation.mutation)
+        probe = MachineProbe(simulation.observer, self, process, simulation.acts)
         return World(
             SimClock(),
             circuits,
@@ -253,7 +253,7 @@ class SimMachine(ObservedMachine):
 
 
 class Simulation:
-    """The machines, the network between them, and the person who owns the job."""
+    """The machines, the network between them, and the person who owns the job. ``acts``: see ``MachineProbe``."""
 
     def __init__(
         self,
@@ -264,9 +264,9 @@ class Simulation:
         *,
         peers: int,
         verbose: bool,
-        mutation: Mutation = Mutation(),  # noqa: B008 - it is immutable
+        acts: Mapping[str, Act] | None = None,
     ) -> None:
-        self.loop, self.profile, self.number, self.mutation = loop, profile, number, mutation
+        self.loop, self.profile, self.number, self.acts = loop, profile, number, acts or {}
         self.random = random.Random(number)  # noqa: S311 - a replay must be possible
         self.links = LinkDelays(random.Random(number + 1))  # noqa: S311
         self.network = MemoryNetwork(delay_s=self.links.delay_s)

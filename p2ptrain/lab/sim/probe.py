@@ -1,14 +1,14 @@
 """What the simulator sees of the product, and where its machines misbehave: the probes of their worlds.
 
 The probe of a process reports to the observer until the process dies. What becomes of files the simulated disk reports.
-A mutation (``p2ptrain.lab.sim.mutations``) may act at the same events and points.
+A test may act at the same events and points, such as on a message that a worker sends.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -16,7 +16,6 @@ from typing import Any, TypeVar, cast
 from p2ptrain.core.checkpoints import MANIFEST, CheckpointEntry, manifest_untrusted
 from p2ptrain.core.world import Probe
 from p2ptrain.lab.sim.machine import ATTACKER, Process, ProcessDisk, bits_of
-from p2ptrain.lab.sim.mutations import Mutation
 from p2ptrain.lab.sim.observer import ObservedMachine, Observer
 from p2ptrain.lab.stand_in import STATE_BYTES
 from ring import member_events as ev
@@ -35,15 +34,19 @@ from wire.messages import Message
 EXCLUDING = ("krum", "multi_krum", "bulyan")
 """Robust rules that leave vectors out."""
 
+Act = Callable[[ObservedMachine, Any], Any]
+"""What a test does on a machine: it takes the facts of an event, or the value at a point, for which it returns another
+one."""
+
 T = TypeVar("T")
 
 
 class MachineProbe(Probe):
-    """The probe of one process. The method ``_name`` takes the event or the point ``name``."""
+    """The probe of one process. The method ``_name`` takes the event or point ``name``, and after it ``acts[name]``."""
 
-    def __init__(self, observer: Observer, machine: ObservedMachine, process: Process, mutation: Mutation) -> None:
+    def __init__(self, observer: Observer, machine: ObservedMachine, process: Process, acts: Mapping[str, Act]) -> None:
         self._observer, self._machine, self._process = observer, machine, process
-        self._acts = mutation.acts
+        self._acts = acts
         # Of the core before the event: steps and lineage, view, and whether it was healing.
         self._before: tuple[tuple[int, str], View | None, bool] = ((0, ""), None, False)
         self._minting: dict[int, bool] = {}  # generation → whether a person restores; of views that are being stored

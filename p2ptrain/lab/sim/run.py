@@ -10,7 +10,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -21,8 +21,7 @@ from configs.schema import Profile, Robust, RobustRule
 from p2ptrain.lab.sim.cluster import Simulation
 from p2ptrain.lab.sim.faults import KINDS, KINDS_OF_PARTS, FaultSchedule
 from p2ptrain.lab.sim.machine import SimLoop, undisturbed
-from p2ptrain.lab.sim.mutations import ASYNCHRONOUS, MUTATIONS, STAGED, Mutation
-from p2ptrain.lab.sim.mutations import PRIVATE as MUTATIONS_OF_PRIVATE
+from p2ptrain.lab.sim.probe import Act
 from roles.strategies.federated import LEAST_MASKED
 
 STEPS = 20
@@ -102,12 +101,12 @@ def run_schedule(
     *,
     peers: int = 0,
     kinds: Sequence[str] = (),
-    mutation: str = "",
     verbose: bool = False,
     stages: int = 1,
     strategy: str = "sync",
     rule: RobustRule = "",
     conduct: Conduct | None = None,
+    acts: Mapping[str, Act] | None = None,
     steps: int = STEPS,
 ) -> SimulationResult:
     """Run the schedule of ``number``.
@@ -115,10 +114,10 @@ def run_schedule(
     Args:
         peers: machines for workers; 0: 2 to 16, fewer are likelier.
         kinds: kinds of faults; empty: all.
-        mutation: the safeguard to switch off.
         stages: parts that the model is split into; 1: it is whole.
         strategy, rule: of a whole model, or ``PRIVATE``; with a robust rule one worker attacks (``machine.ATTACKER``).
         conduct: decides the events instead of the random generator.
+        acts: of a test, by name of the event or the point of the probe.
     """
     kinds = kinds or list(KINDS if stages == 1 else KINDS | KINDS_OF_PARTS)
     profile, expected = _prepared(number % 4, steps, stages, strategy, rule)
@@ -131,9 +130,7 @@ def run_schedule(
         peers = peers or rng.randint(least, profile.batch.micro_batches)
     peers = peers or min(rng.randint(least, MOST_PEERS), rng.randint(least, MOST_PEERS), rng.randint(least, MOST_PEERS))
     loop = SimLoop()
-    known = MUTATIONS | STAGED | ASYNCHRONOUS | MUTATIONS_OF_PRIVATE
-    mutant = known[mutation] if mutation else Mutation()
-    simulation = Simulation(loop, profile, expected, number, peers=peers, verbose=verbose, mutation=mutant)
+    simulation = Simulation(loop, profile, expected, number, peers=peers, verbose=verbose, acts=acts)
     loop.set_exception_handler(simulation.complaint)
     gc.disable()  # for speed; and a collection at an arbitrary moment would not be reproducible
     try:
@@ -164,23 +161,22 @@ async def _simulate(
 ) -> tuple[str, str]:
     faults = FaultSchedule(simulation)
     problem = ("", "")
-    with simulation.mutation.rules_replaced():
-        try:
-            await conduct(simulation, faults, rng, kinds)
-        except TimeoutError:
-            problem = ("progress", f"the job is {simulation.observer.job_state} after {CALM_S:g} s without a fault")
-        else:
-            await asyncio.sleep(SETTLE_S)
-            simulation.audit()
-            newest, steps = simulation.observer.history.newest_step, simulation.profile.job.steps
-            whole = newest == steps or simulation.profile.privacy.epsilon > 0 or simulation.observer.job_state != "done"
-            kept = simulation.observer.history.saved_step == newest or simulation.observer.job_state != "done"
-            simulation.observer.report.check("result saved", kept, f"no disk has step {newest}, and the job is done")
-            simulation.observer.report.check("every step", whole, f"the job ended after step {newest} of {steps}")
-        finally:
-            faults.cancel()
-            simulation.close()
-            await asyncio.sleep(1)  # killed tasks are unwound
+    try:
+        await conduct(simulation, faults, rng, kinds)
+    except TimeoutError:
+        problem = ("progress", f"the job is {simulation.observer.job_state} after {CALM_S:g} s without a fault")
+    else:
+        await asyncio.sleep(SETTLE_S)
+        simulation.audit()
+        newest, steps = simulation.observer.history.newest_step, simulation.profile.job.steps
+        whole = newest == steps or simulation.profile.privacy.epsilon > 0 or simulation.observer.job_state != "done"
+        kept = simulation.observer.history.saved_step == newest or simulation.observer.job_state != "done"
+        simulation.observer.report.check("result saved", kept, f"no disk has step {newest}, and the job is done")
+        simulation.observer.report.check("every step", whole, f"the job ended after step {newest} of {steps}")
+    finally:
+        faults.cancel()
+        simulation.close()
+        await asyncio.sleep(1)  # killed tasks are unwound
     if not problem[0] and simulation.observer.job_state != "done":
         problem = ("progress", f"the job is {simulation.observer.job_state}")
     if not problem[0] and simulation.complaints:
@@ -260,7 +256,7 @@ def run_batch(
     summary: Summary | None = None,
     **options: Any,
 ) -> Summary:
-    """Run the schedules of ``numbers``. With a mutation, stop at the first violation.
+    """Run the schedules of ``numbers``.
 
     Args:
         jobs: number of processes.
@@ -284,8 +280,6 @@ def run_batch(
             summary.add(verdict)
             summary.real_s = time.perf_counter() - began
             on_verdict(verdict, summary)
-            if verdict.violated and options.get("mutation"):
-                break
     return summary
 
 
@@ -296,7 +290,7 @@ def _run_one(number: int, *, options: dict[str, Any]) -> SimulationResult:
 
 _FLAGS: dict[str, tuple[str, Any]] = {
     "peers": ("workers", 0), "kinds": ("kinds", ()), "stages": ("stages", 1), "strategy": ("strategy", "sync"),
-    "rule": ("rule", ""), "mutation": ("without", ""),
+    "rule": ("rule", ""),
 }  # fmt: skip
 """Option of ``run_schedule`` → that of the command line, and the usual value."""
 

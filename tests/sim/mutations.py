@@ -1,11 +1,14 @@
-"""Safeguards that the simulator can switch off, one at a time. It would prove nothing if it did not notice a mutation.
+"""Safeguards that the simulator can do without, one at a time. It would prove nothing if it did not notice a mutation.
 
-A mutation acts at the events and points of a probe, such as on a message that a worker sends. Only a rule of a pure
-core, which has no probe, is replaced where it is defined.
+``python -m tests.sim.mutations dir-sync`` finds the first schedule that shows the lack of this safeguard. A mutation
+acts at the events and points of a probe, such as on a message that a worker sends. Only a rule of a pure core, which
+has no probe, is replaced where it is defined.
 """
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,6 +21,8 @@ from unittest.mock import patch
 from p2ptrain.core.errors import ProtocolError
 from p2ptrain.lab.sim.machine import ProcessDisk
 from p2ptrain.lab.sim.observer import ObservedMachine
+from p2ptrain.lab.sim.probe import Act
+from p2ptrain.lab.sim.run import PRIVATE, SimulationResult, run_schedule
 from ring import member_events as ev
 from ring import replicas, staleness, transaction
 from ring.coordinator import Coordinator
@@ -40,9 +45,6 @@ from wire.frame import FrameDecoder
 from wire.job_messages import LedgerRows, Report
 from wire.messages import Message
 
-Act = Callable[[ObservedMachine, Any], Any]
-"""Takes the machine, and the facts of an event, or the value at a point, for which it returns another one."""
-
 
 @dataclass(frozen=True)
 class Mutation:
@@ -57,6 +59,11 @@ class Mutation:
     kinds: tuple[str, ...] = ()
     acts: dict[str, Act] = field(default_factory=dict)
     rules: tuple[tuple[Any, str, Any], ...] = ()
+
+    def run(self, number: int, **options: Any) -> SimulationResult:
+        """As ``run_schedule``, without the safeguard."""
+        with self.rules_replaced():
+            return run_schedule(number, kinds=self.kinds, acts=self.acts, **options)
 
     @contextmanager
     def rules_replaced(self) -> Iterator[None]:
@@ -155,7 +162,7 @@ async def _count_alone(self: Budget, session: RingSession, *, patience_s: float)
     """In place of ``Budget.agree``."""
 
 
-MUTATIONS = {
+ALWAYS = {
     # The seed forgets a generation's number on restart, and no member rejects an old generation.
     "fence": Mutation(
         ("seed-kill", "seed-restart", "cut", "join"),
@@ -211,6 +218,8 @@ MUTATIONS = {
     "hang": Mutation(("hang", "join"), {"message-to-seed": _conceal_hang}),
 }
 
+"""For jobs of every kind."""
+
 STAGED = {
     # A member that heals accepts the state of any other member, whichever stage that one holds.
     "stage": Mutation(
@@ -253,10 +262,28 @@ ASYNCHRONOUS = {
 }
 """For strategy 'server'."""
 
-PRIVATE = {
+OF_PRIVATE = {
     # Members do not agree on what the job has spent.
     "agree": Mutation(("join", "kill"), rules=((Budget, "agree", _count_alone),)),
     # What a member has spent is not written to its disk.
     "count": Mutation(("kill-all", "kill", "join"), rules=((ProcessDisk, "rename", _write_no_count),)),
 }
 """For private jobs."""
+
+MUTATIONS: dict[str, tuple[Mutation, dict[str, Any]]] = {
+    name: (mutation, options)
+    for table, options in (
+        (ALWAYS, {}),
+        (STAGED, {"stages": 2}),
+        (ASYNCHRONOUS, {"strategy": "server"}),
+        (OF_PRIVATE, {"strategy": PRIVATE}),
+    )
+    for name, mutation in table.items()
+}
+"""Name → the mutation, and options of ``run_schedule`` for a job that has the safeguard."""
+
+
+if __name__ == "__main__":
+    chosen, kind_of_job = MUTATIONS[sys.argv[1]]
+    found = (chosen.run(number, **kind_of_job) for number in itertools.count())
+    print(next(f"schedule {result.number}: {result.text}" for result in found if result.violated))
