@@ -43,7 +43,7 @@ from wire.frame import LENGTH_BYTES
 from wire.messages import ANSWERER, MOST_WAYS, RELAYED, REVERSED, Circuit, CircuitJoined, JoinCircuit, RefusalCode
 from wire.punching import DirectTries
 from wire.relay import RelayedCircuit, RelayLimits, RelayPace, remote_of, side_taken
-from wire.transport import HalfOpen, OpeningListener, TcpNetwork, can_share_ports, check_port
+from wire.transport import HalfOpen, OpeningListener, PathTransport, TcpNetwork, can_share_ports, check_port
 
 JOIN_S = 4.0
 """From dialling a meeting point until both ends are there, and from accepting a connection to its first bytes. Less
@@ -122,7 +122,7 @@ class CircuitNetwork:
                 why, remedy = error.message, error.remedy
             raise Unreachable(f"cannot reach {format_address(host, port)}: {why}", remedy=remedy) from error
         names = {"peername": (host, port), "sockname": (peer_host(circuit.caller), 0)}
-        end = _CircuitTransport(transport, circuit, way, names | {"on_failure": partial(self.on_way, circuit, "")})
+        end = _CircuitTransport(transport, circuit, way, names, self)
         end.hand_over(factory())
         self._dialled = [*filter(_is_open, self._dialled), end]
         self.on_way(circuit, way)
@@ -161,7 +161,7 @@ class CircuitNetwork:
         factory, port = self._accepts
         transport, way = await self._join(circuit)
         names = {"peername": (peer_host(circuit.caller), 0), "sockname": (peer_host(circuit.answerer), port)}
-        _CircuitTransport(transport, circuit, way, names).hand_over(factory())
+        _CircuitTransport(transport, circuit, way, names, self).hand_over(factory())
         self.on_way(circuit, way)
 
     async def try_direct(self, circuit: Circuit) -> str:
@@ -303,16 +303,17 @@ async def _refuse_request(peer_id: str) -> Circuit:
 
 
 @dataclass(frozen=True, slots=True)
-class _CircuitTransport:
+class _CircuitTransport(PathTransport):
     """An end's transport as the protocol above knows it: named by the other end, not by the meeting point.
 
-    ``facts``: answers of ``get_extra_info``.
+    ``names``: answers of ``get_extra_info``. ``network``: made it.
     """
 
     transport: asyncio.Transport
     circuit: Circuit
     way: str
-    facts: dict[str, Any]
+    names: dict[str, Any]
+    network: CircuitNetwork
 
     @property
     def way_text(self) -> str:
@@ -333,7 +334,10 @@ class _CircuitTransport:
             return self.way
         if name == "rtt_s" and self.way == RELAYED:
             return default  # the kernel measures the way to the relay
-        return self.facts[name] if name in self.facts else self.transport.get_extra_info(name, default)
+        return self.names[name] if name in self.names else self.transport.get_extra_info(name, default)
+
+    def report_failure(self) -> None:
+        self.network.on_way(self.circuit, "")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.transport, name)

@@ -36,7 +36,16 @@ from wire.codec import encode
 from wire.credentials import Credentials
 from wire.frame import LENGTH_BYTES, encode_control
 from wire.messages import Hello, RefusalCode, Refuse
-from wire.transport import Address, FlowControl, HalfOpen, OpeningListener, WriteData, bytes_view, no_answer
+from wire.transport import (
+    Address,
+    FlowControl,
+    HalfOpen,
+    OpeningListener,
+    PathTransport,
+    WriteData,
+    bytes_view,
+    no_answer,
+)
 
 JOIN = "join with a ticket: p2ptrain ticket new, at the seed"
 JOIN_AGAIN = "join again with a fresh ticket: p2ptrain ticket new, at the seed"
@@ -319,6 +328,12 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
             self._send_encrypted()
             self._below.close()
 
+    def report_failed_path(self) -> None:
+        """Tell a circuit below that no handshake came through it, so that the next one takes another path."""
+        below: object = self._below
+        if isinstance(below, PathTransport):
+            below.report_failure()
+
     # ----------------------------------------------------------------------------------- for the protocol above: writes
 
     def write(self, data: WriteData) -> None:
@@ -487,12 +502,11 @@ class TlsDialler:
         try:
             async with asyncio.timeout_at(deadline):
                 await transport.handshake_result
-        except TimeoutError:
-            transport.get_extra_info("on_failure", int)()
-            transport.abort()
-            raise no_answer(host, port, timeout_s) from None
         except OSError as error:
-            transport.get_extra_info("on_failure", int)()
+            transport.report_failed_path()
+            if isinstance(error, TimeoutError):
+                transport.abort()
+                raise no_answer(host, port, timeout_s) from None
             await transport.below_lost.wait()  # within LINGER_S
             raise translate_handshake_error(error, address, dialled=True) from error
         except BaseException:
