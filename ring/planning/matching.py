@@ -233,7 +233,8 @@ class _Planner:
         horizon_s = min(HORIZON_S, task.left_s, *(self.tasks[id].left_s for id in sources))
         paused = [self.tasks[id] for id in sources if movers & self.tasks[id].settled]
         standstill = task.pause_s * had + sum(item.pause_s * item.utility(left[item.id]) for item in paused)
-        if horizon_s * (gained - lost) <= start_s * gained + standstill:
+        is_equal = math.isclose(gained, lost, abs_tol=1e-9)  # but for rounding
+        if is_equal or horizon_s * (gained - lost) <= start_s * gained + standstill:
             return
         total = sum(item.utility(self.placed[item.id]) for item in self.tasks.values())
         gain = (gained - lost) / total if total else 1.0
