@@ -154,3 +154,23 @@ async def test_split_model_gets_idle_workers_and_gives_them_back(bench: Bench) -
     assert await ask_for_workers(verifier, "b") == ["a", "b"], "none is idle: those of the job serve, too"
     with pytest.raises(Refused, match="only a verifier"):
         await bench.ask("workers.list", model="large", weights_bytes=1)
+
+
+async def test_heavy_split_model_takes_back_the_worker_that_it_cannot_be_written_without(bench: Bench) -> None:
+    verifier = await bench.worker("v", "verifier", capabilities={"weight": 2.0})
+    await verifier.hear(DrafterList)
+    ring = {worker.id: worker for worker in await bench.ring("a", "b")}
+    first = ring["a"]
+    ring[first.view.members[0].peer_id].say(StepMetrics(first.job, first.view.generation, 1, {"step_ms": 20_000.0}))
+    await first.beaten()
+    assert await ask_for_workers(verifier) == ["a", "b"], "none is idle"
+    for worker in ring.values():
+        assert "gets another task" in (await worker.hear(Hold)).reason
+        worker.report("held", 1)
+    moved = await bench.event("moved")
+    assert "from job first to the model large" in moved["text"]
+    mover = ring.pop(moved["peer"])
+    assert (await mover.hear(Release)).job == first.job
+    (other,) = ring.values()
+    assert len((await other.viewed()).members) == 1, "the job goes on with the least that it can"
+    assert await ask_for_workers(verifier) == [mover.id]

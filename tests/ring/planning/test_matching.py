@@ -135,6 +135,14 @@ def test_member_alone_waits_at_the_first_job_for_others(policy: str) -> None:
     assert plan_pool(policy, [task("a", least=2), task("b", least=2)], ["m0"]) == [PoolMove("m0", "a")]
 
 
+def test_heavy_model_gets_the_members_of_a_job_down_to_its_floor() -> None:
+    job, model = task("job", "m0", "m1", least=2, floor=1), task("model", most=1, kind="serve")
+    assert plan_pool("matching", [job, model], []) == []
+    [move] = plan_pool("matching", [job, replace(model, weight=2.0)], [])
+    assert (move.source, move.task) == ("job", "model")
+    assert plan_pool("matching", [job, replace(model, weight=99.0, least=2, most=2)], []) == [], "one is the floor"
+
+
 def test_drafts_give_their_member_back() -> None:
     drafts = task("drafts", "m1", most=1, kind="draft")
     [move] = plan_pool("matching", [task("job"), drafts], [])
