@@ -380,6 +380,16 @@ class Cluster:
         """The same of checkpoints of the whole model, of a split job."""
         await self._until(job, self._told_by(job, keepers, lambda item: item["stage"] is None and item["step"] >= step))
 
+    async def knows(self, checkpoints: set[str]) -> None:
+        """Wait until the seed knows the checkpoints with these ids."""
+        missing = set(checkpoints)
+
+        def heard(topic: str, items: list[dict[str, Any]]) -> bool:
+            missing.difference_update(item["id"] for item in items if topic == "checkpoints")
+            return not missing
+
+        await self._until("", heard)
+
     @staticmethod
     def _told_by(
         job: str, peers: int, fits: Callable[[dict[str, Any]], bool]

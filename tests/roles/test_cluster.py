@@ -147,23 +147,25 @@ async def test_what_an_engine_tells_is_a_notice_of_its_worker(cluster: Cluster, 
 
 
 async def test_checkpoints_on_disk_are_made_known_to_a_seed_that_has_no_record_of_them(cluster: Cluster) -> None:
-    job = await cluster.create(small_profile(job={"steps": 100_000}, checkpoint={"keep": 1000}))
-    peers = [cluster.join() for _ in range(2)]
-    await cluster.job_until(job, at(9))
+    gate = Gate(9)
+    job = await cluster.create(small_profile())
+    peers = [cluster.join(gate.build) for _ in range(2)]
+    await cluster.saved(job, 8, 2)
     for peer in peers:
-        await peer.leave()
+        await peer.die()
+    gate.away()
     before = (await cluster.ask("checkpoints.list", job=job))["checkpoints"]
+    assert sorted(item["step"] for item in before) == [4, 4, 8, 8]
     await cluster.stop_seed()
     with contextlib.closing(sqlite3.connect(cluster.root / "seed" / "seed.sqlite3")) as record, record:
         record.execute("DELETE FROM checkpoints")
     await cluster.start_seed(cluster.address[1])
     assert (await cluster.ask("checkpoints.list", job=job))["checkpoints"] == []
-    again = [cluster.join(slot=slot) for slot in (1, 2)]
-    await cluster.job_until(job, lambda item: len(item["members"]) == 2)  # the run goes on with the first one
-    after = (await cluster.ask("checkpoints.list", job=job))["checkpoints"]
-    assert {item["id"] for item in before} <= {item["id"] for item in after}
-    for peer in again:
-        await peer.leave()
+    gate = Gate(9)  # no newer ones take their place
+    for slot in (1, 2):
+        cluster.join(gate.build, slot=slot)
+    await cluster.knows({item["id"] for item in before})
+    gate.away()
 
 
 async def test_a_loss_that_is_not_finite_fails_the_job_with_the_reason(cluster: Cluster) -> None:

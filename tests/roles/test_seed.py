@@ -9,7 +9,7 @@ import json
 import random
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 
 from configs.schema import Profile
 from p2ptrain.core.disk import RealDisk
-from p2ptrain.core.errors import ConnectionLost, P2PTrainError, Refused
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, Refused
 from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.memory import MemoryNetwork
 from ring.coordination import JobWorker
@@ -710,22 +710,32 @@ async def test_a_seed_on_all_addresses_names_one_to_dial(tmp_path: Path) -> None
 # ------------------------------------------------------------------------------------------------------------- updates
 
 
-async def test_a_subscriber_that_does_not_read_is_dropped_with_a_reason(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(events, "MAX_ROWS", 50)
+async def test_a_subscriber_that_does_not_read_is_dropped(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "PATIENCE_S", 0.05)
     worker = await bench.worker("a")
     hello = local_hello(peer_id="op", name="op", roles=[], purpose="operator")
     connection, _ = await dial(bench.network, *bench.address, hello, timeout_s=DEADLINE_S)
     connection.send(Request(1, "subscribe"))
     await connection.expect(Response, timeout_s=DEADLINE_S)
+    connection.pause_reading()
     async with asyncio.timeout(DEADLINE_S):
-        while not connection.closed.is_set():  # it never reads again: its inbox, then the pipe, then the feed fill up
-            worker.say(EventNotice("info", "noise", "x" * 150))
+        while not connection.closed.is_set():
+            worker.say(EventNotice("info", "noise", "x"))
             await worker.beaten()
+            with suppress(ConnectionLost):
+                connection.send(Request(2, "cluster.info"))  # who does not read learns of a reset when it writes
     await worker.beaten()  # everybody else is served
     await connection.close()
+
+
+async def test_a_subscriber_that_is_too_many_rows_behind_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MAX_ROWS", 2)
+    feed, event = events.Subscription(lambda topic, item_id: None), EventInfo(1, 0.0, "info", "k", "t", "", "")
+    feed.add([event, event])
+    assert [update.topic for update in feed.drain()] == ["events"]
+    feed.add([event, event, event])
+    with pytest.raises(DeadlineExceeded, match="more than 2 rows behind"):
+        await anext(feed.rounds())
 
 
 async def test_an_event_that_had_to_wait_has_the_time_at_which_it_was(bench: Bench) -> None:
