@@ -27,7 +27,6 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.world import World
@@ -165,7 +164,6 @@ class Lane:
         self._posted: deque[tuple[Flow, Receive, npt.NDArray[np.uint8] | None]] = deque()  # with its scratch slot
         self._scratch = ScratchSlots()
         self._encoder = SubChunkEncoder()
-        self._sums: tuple[xxhash.xxh3_64, xxhash.xxh3_64] | None = None  # sent, received; if audited
         self._pumping = self._stopped = False
         self._next_turn: asyncio.Handle | None = None  # set while the event loop's other callbacks run first
         right.on_drained = self._drained
@@ -183,18 +181,6 @@ class Lane:
     def resume(self) -> None:
         """Send on, after a schedule is no longer held."""
         self._pump()
-
-    def audit(self) -> None:
-        """Hash everything that is sent and received from now on."""
-        self._sums = xxhash.xxh3_64(), xxhash.xxh3_64()
-
-    def take_sums(self) -> tuple[bytes, bytes]:
-        """xxh3-64 of what was sent and of what was received since the last call; empty if nothing is audited."""
-        if self._sums is None:
-            return b"", b""
-        sent, received = self._sums
-        self.audit()
-        return sent.digest(), received.digest()
 
     def stop(self) -> None:
         """Touch no memory from now on, whatever still arrives."""
@@ -231,8 +217,6 @@ class Lane:
             return
         flow, receive, scratch = self._posted.popleft()
         target = flow.array[receive.start : receive.stop]
-        if self._sums is not None:
-            self._sums[1].update(flow.elements(receive.start, receive.stop) if scratch is None else scratch.data)
         try:
             if scratch is not None and flow.codec is not None:
                 (flow.codec.decode_add if receive.reduce else flow.codec.decode)(scratch, target)
@@ -294,8 +278,6 @@ class Lane:
             turn_bytes += (send.stop - send.start) * flow.array.itemsize
             codec = flow.codec
             payload = flow.outgoing(send) if codec is None else self._encoder.encode(flow, codec, send)
-            if self._sums is not None:
-                self._sums[0].update(payload)
             try:
                 self._right.send_bulk(payload, generation=self._generation, stream=flow.stream)
             except P2PTrainError as error:

@@ -50,7 +50,7 @@ class ActivityFinished(Declared):
 
 class ViewBroken(Declared):
     """The ring of ``generation`` lost a neighbour, or a collective failed. The fields are those of ``Report``.
-    ``beside``: the member at the other end of the suspect's link, which noticed the loss or received other bytes."""
+    ``beside``: the member at the other end of the suspect's link, which noticed the loss."""
 
     generation: int
     suspect: str
@@ -138,8 +138,6 @@ class StepReduced(Declared):
     part: float
     own: float = 0.0
     unit_us: int = 0
-    sent: int = 0
-    received: int = 0
     stop: bool = False
 
 

@@ -6,9 +6,8 @@ Rules
     1. *Back-off*, one for all reasons: each exclusion lasts twice as long as the peer's last one, unless the peer was
        quiet for ten times that long in between. A new connection changes nothing.
     2. *Refused step with a suspect*: the suspect is excluded. Its contribution is an outlier or not finite, its sum
-       differs from most others', it sent a figure that the others know to be false, or its right neighbour received
-       other bytes than it sent (exact mode). A contribution is the work of a whole replica, so all its members are
-       excluded.
+       differs from most others', or it sent a figure that the others know to be false. A contribution is the work of a
+       whole replica, so all its members are excluded.
     3. *The data is the cause* if the contributions of two replicas to one step are refused, or twice those of the only
        replica. Its suspects are absolved, and the next view is *lenient*: it applies outliers that are finite. If the
        same happens again in lenient views, no member can compute the step, and the job fails.
@@ -36,7 +35,7 @@ from ring.view import View
 from wire.address import how_to_open
 from wire.job_messages import Report
 
-CAUSES = frozenset({"contribution", "digest", "hop", "figure"})
+CAUSES = frozenset({"contribution", "digest", "figure"})
 """Values of ``Report.cause`` for a refused step."""
 MISCONDUCT = frozenset({"protocol", "stalled"})
 """Values of ``Report.cause`` of a broken link that a bad network does not explain."""
@@ -64,15 +63,6 @@ class BreakJudgement:
     text: str
     fails_job: bool = False
     pauses_job: bool = False
-
-
-class Accusation(NamedTuple):
-    """Why a member refused a step, as it reported. ``other_end``: of the hop on which bytes changed."""
-
-    step: int
-    cause: str
-    suspect: str
-    other_end: str
 
 
 @dataclass(slots=True)
@@ -212,15 +202,14 @@ class Quarantine:
 
     def _judge_refusal(self, survivors: Reports, view: View, roster: Roster, now: float) -> BreakJudgement | None:
         votes = Counter(
-            Accusation(report.applied + 1, report.cause, report.suspect, report.beside)
+            (report.applied + 1, report.cause, report.suspect)
             for report in survivors.values()
             if report.status == "broken" and report.cause in CAUSES
         )
         agreed = {vote: count for vote, count in votes.items() if count >= min(self._witnesses, view.size)}
         if not agreed:
             return None  # members that lost a neighbour may not have seen the vote
-        # A wrong hop explains other wrong figures of the step, so it comes first.
-        step, cause, suspect, other_end = min(agreed, key=lambda vote: (vote.cause != "hop", -agreed[vote], vote))
+        step, cause, suspect = min(agreed, key=lambda vote: (-agreed[vote], vote))
         if step != self.refused.step:
             self._forget_links()
             self.refused = RefusedStep(step)
@@ -238,8 +227,6 @@ class Quarantine:
                 return judgement
         elif cause == "figure":
             what = f"{name(suspect)} told what the other members know to be false"
-        elif cause == "hop":
-            what = f"{name(other_end)} received other bytes than {name(suspect)} sent"
         else:
             what = f"{name(suspect)} holds another sum than the other members"
         done = self._exclude(suspects, what, view, now)

@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NeighbourAway, PeerError, Stalled
 from p2ptrain.core.world import Clock, World
@@ -327,22 +326,6 @@ class RingSession:
     async def barrier(self, *, patience_s: float = PATIENCE_S) -> None:
         """Return only after every member has called it. Errors as ``submit``."""
         await self._on_one_lane("barrier", np.zeros(self.size, np.uint8), patience_s)
-
-    def audit(self) -> None:
-        """Hash all bytes of the following operations. All members call it between the same two operations."""
-        for lane in self._lanes:
-            lane.audit()
-
-    def take_hop_sums(self) -> tuple[int, int]:
-        """xxh3-64 sums of all bytes sent to the right, and received from the left, since the last call; (0, 0) if not
-        audited.
-
-        All members call it between the same two operations. Then the left neighbour's first sum equals this member's
-        second one, or the hop between them corrupts data.
-        """
-        pairs = [lane.take_sums() for lane in self._lanes]
-        sent, received = b"".join(pair[0] for pair in pairs), b"".join(pair[1] for pair in pairs)
-        return (xxhash.xxh3_64_intdigest(sent), xxhash.xxh3_64_intdigest(received)) if sent else (0, 0)
 
     # --------------------------------------------------------------------------------------------------------- figures
 

@@ -29,7 +29,7 @@ from statistics import median
 from p2ptrain.core.errors import ProtocolError
 
 _LINEAGE = re.compile(r"[0-9a-f]{32}")
-_TOKEN = struct.Struct("!QQId16s16sIddQQ")  # the fields of ``Token``, in their order
+_TOKEN = struct.Struct("!QQId16s16sIdd")  # the fields of ``Token``, in their order
 _SUM = struct.Struct("!I")
 _IDENTITY = ("generation", "step", "lineage", "digest")  # fields that are equal in all tokens of a good vote
 _identity = attrgetter(*_IDENTITY)
@@ -51,7 +51,7 @@ _KNOWN = int(~Flag(0))
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A member's message about a reduced step before any member applies it. 100 bytes on the wire.
+    """A member's message about a reduced step before any member applies it. 84 bytes on the wire.
 
     The last four bytes are a CRC-32 of the others. A token passes all hops. If its ``part`` were damaged for some
     members, they would clip, and so apply, the step differently.
@@ -64,8 +64,6 @@ class Token:
         unit_us: mean microseconds per micro-batch at this member; 0: not known.
         own: squared norm of this member's contribution to the sum. May be NaN.
         usual: the usual squared gradient norm; 0: not known.
-        sent, received: xxh3-64 of the step's bytes that this member sent to the right and received from the left, if
-            they are audited; else 0.
     """
 
     generation: int
@@ -77,8 +75,6 @@ class Token:
     unit_us: int = 0
     own: float = 0.0
     usual: float = 0.0
-    sent: int = 0
-    received: int = 0
 
     def encode(self) -> bytes:
         body = _TOKEN.pack(*astuple(replace(self, unit_us=min(self.unit_us, 2**32 - 1))))
@@ -176,13 +172,12 @@ class TokenFault:
 
     Attributes:
         cause: as ``Report.cause``.
-        suspect, beside: ranks; None if the tokens do not tell.
+        suspect: its rank; None if the tokens do not tell.
         what: text for people. It follows the suspect's name, or stands alone.
     """
 
     cause: str
     suspect: int | None
-    beside: int | None
     what: str
 
 
@@ -202,15 +197,11 @@ def judge_tokens(
         stages: parts of the model. lenient: of the view.
         robust: a rule withstands wrong contributions, and most members' norm counts: nobody is accused of either.
     """
-    for rank, token in enumerate(tokens):
-        right = (rank + 1) % len(tokens)
-        if token.sent != tokens[right].received:
-            return TokenFault("hop", rank, right, f"sent other bytes than arrived at rank {right}")
     usual_identity = Counter(_identity(token) for token in tokens).most_common(1)[0][0]  # on a tie, the lowest rank's
     usual = next(token for token in tokens if _identity(token) == usual_identity)
     for rank, token in enumerate(tokens):
         if what := difference(usual, token):
-            return TokenFault("digest" if token.digest != usual.digest else "", rank, None, f"has another {what}")
+            return TokenFault("digest" if token.digest != usual.digest else "", rank, f"has another {what}")
     if not robust and (fault := _false_figure(tokens, last, stages)):
         return fault
     known = sorted(token.usual for token in tokens if 0 < token.usual < math.inf)
@@ -252,14 +243,14 @@ def _false_figure(tokens: Sequence[Token], last: float, stages: int) -> TokenFau
     for rank, token in enumerate(tokens):
         known = _agreed([peer.part for peer in tokens[rank % stages :: stages]], last)
         if token.own < 0:
-            return TokenFault("figure", rank, None, f"told a squared norm of {token.own:.3g} of its contribution")
+            return TokenFault("figure", rank, f"told a squared norm of {token.own:.3g} of its contribution")
         if not is_same(token.part, known):
-            return TokenFault("figure", rank, None, f"told a squared norm of {token.part:.3g}, the others {known:.3g}")
+            return TokenFault("figure", rank, f"told a squared norm of {token.part:.3g}, the others {known:.3g}")
     ends = [Flag.STOP in token.flags for token in tokens]
     if 2 * sum(ends) not in (0, len(ends), 2 * len(ends)):
         rank = ends.index(2 * sum(ends) < len(ends))
         what = "ends" if ends[rank] else "goes on"
-        return TokenFault("figure", rank, None, f"is alone in saying that the job {what} after this step")
+        return TokenFault("figure", rank, f"is alone in saying that the job {what} after this step")
     return None
 
 
@@ -269,19 +260,19 @@ def _not_plausible(
     """A squared norm that is not finite or beyond ``limit``. ``owns``: of the contributions; ``total``: of the sum."""
     for rank, own in enumerate(owns):
         if not math.isfinite(own):
-            return TokenFault("contribution", rank, None, "contributed a gradient that is not finite")
+            return TokenFault("contribution", rank, "contributed a gradient that is not finite")
     if max([*owns, total]) <= limit and math.isfinite(total):
         return None
     rank = owns.index(max(owns))
     # The factor allows for rounding and a codec's feedback.
     if owns[rank] > limit or len(owns) == 1 or math.sqrt(total) <= 2 * math.fsum(map(math.sqrt, owns)):
         what = f"contributed a gradient of norm {math.sqrt(owns[rank]):.3g}, an outlier"
-        return TokenFault("contribution", rank, None, what)
+        return TokenFault("contribution", rank, what)
     if len(owns) == stages:  # nobody else holds the same sum
         rank = max(range(stages), key=lambda rank: parts[rank] if parts[rank] >= 0 else math.inf)
-        return TokenFault("figure", rank, None, f"told a squared norm of {parts[rank]:.3g}, more than was contributed")
+        return TokenFault("figure", rank, f"told a squared norm of {parts[rank]:.3g}, more than was contributed")
     what = f"the sum has a norm of {math.sqrt(total):.3g}, which does not match the members' contributions"
-    return TokenFault("contribution", None, None, what)
+    return TokenFault("contribution", None, what)
 
 
 def odd_ones_out(digests: Sequence[bytes], stages: int = 1) -> set[int]:

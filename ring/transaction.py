@@ -172,8 +172,6 @@ class Transaction(JobMember):
             event.unit_us,
             own,
             self._guard.usual,
-            event.sent,
-            event.received,
         )
         return self._begin(_P.VOTING, ev.Vote, token.encode())
 
@@ -204,11 +202,11 @@ class Transaction(JobMember):
 
     def _reject(self, fault: TokenFault) -> list[Any]:
         self._prepared = None
-        view = self._current
-        suspect, beside = (view.members[rank] if rank is not None else None for rank in (fault.suspect, fault.beside))
-        reason = f"{suspect.name} (rank {fault.suspect}) {fault.what}" if suspect else fault.what
-        ids = [member.peer_id if member else "" for member in (suspect, beside)]
-        return self._break_off(ev.ViewBroken(view.generation, ids[0], reason, fault.cause, ids[1]))
+        view, suspect, reason = self._current, "", fault.what
+        if fault.suspect is not None:
+            member = view.members[fault.suspect]
+            suspect, reason = member.peer_id, f"{member.name} (rank {fault.suspect}) {fault.what}"
+        return self._break_off(ev.ViewBroken(view.generation, suspect, reason, fault.cause))
 
     # ----------------------------------------------------------------------------------------------------- the commit
 

@@ -97,10 +97,9 @@ class Report(Message, kind=19):
         cause: for ``broken``: empty (a neighbour or a link was lost), ``dial`` (``suspect`` was not reached),
             ``digest`` (members had different sums), ``contribution`` (that of ``suspect`` is not finite, or an
             outlier; without a suspect: no member said that it caused a wrong sum), ``figure`` (``suspect`` told a
-            number that others know to be false), ``hop`` (``beside`` did not receive what ``suspect`` sent),
-            ``protocol`` (``beside`` received invalid bytes from ``suspect``), ``stalled`` (it did not receive what
-            ``suspect`` owes).
-        beside: the other end of the hop; for a lost neighbour, the neighbour that noticed it.
+            number that others know to be false), ``protocol`` (``beside`` received invalid bytes from ``suspect``),
+            ``stalled`` (it did not receive what ``suspect`` owes).
+        beside: for a lost neighbour, the neighbour that noticed it.
         fetched_bytes, sources: for ``healed`` and ``following``: bytes fetched, and from how many sources; 0 if
             unknown.
         first_row: the sender holds the ledger rows of the steps ``first_row`` to ``applied``; ``applied + 1``: of none.

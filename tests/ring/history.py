@@ -57,13 +57,13 @@ class Member:
     def trains(self) -> bool:
         return self.alive and self.status == "training"
 
-    def say(self, status: str, suspect: str = "", cause: str = "", beside: str = "") -> None:
+    def say(self, status: str, suspect: str = "", cause: str = "") -> None:
         if status != "healed":
             self.status = status
         generation = self.view.generation if self.view and status not in co.OUTSIDE else 0
         prepared = self.applied + bool(self.prepared_lineage)
         report = Report("job", generation, status, self.applied, prepared, self.lineage, self.prepared_lineage,
-                        square_sum=1.0, corpus="C", suspect=suspect, cause=cause, beside=beside)  # fmt: skip
+                        square_sum=1.0, corpus="C", suspect=suspect, cause=cause)  # fmt: skip
         if self.linked:
             self.sent.append(co.PeerReported(self.peer_id, report))
 

@@ -364,15 +364,15 @@ class Cluster(RuleBasedStateMachine):
             else:
                 member.status = "broken"
 
-    @rule(rank=st.integers(0, 5), cause=st.sampled_from(["contribution", "digest", "hop"]), again=st.integers(1, 3))
+    @rule(rank=st.integers(0, 5), cause=st.sampled_from(["contribution", "digest"]), again=st.integers(1, 3))
     def refuse(self, rank: int, cause: str, again: int) -> None:
         for _ in range(again):
             ring = self.ring()
             if not ring or any(member.torn for member in ring) or ring[0].applied >= self.last_step:
                 return
-            suspect, beside = ring[rank % len(ring)], ring[(rank + 1) % len(ring)]
+            suspect = ring[rank % len(ring)]
             for member in ring:
-                member.say("broken", suspect.peer_id, cause, beside.peer_id)
+                member.say("broken", suspect.peer_id, cause)
             self.settle()
 
     @rule(then=st.booleans())

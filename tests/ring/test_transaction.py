@@ -313,7 +313,7 @@ def test_a_token_survives_the_wire(body: bytes) -> None:
 
 @given(bit=st.integers(0, 8 * TOKEN_BYTES - 1))
 def test_a_token_of_which_one_bit_was_turned_is_refused(bit: int) -> None:
-    data = bytearray(Token(1, 2, Flag.HOLD, 0.5, b"d" * 16, b"l" * 16, 1000, 0.25, 1, 2).encode())
+    data = bytearray(Token(1, 2, Flag.HOLD, 0.5, b"d" * 16, b"l" * 16, 1000, 0.25, 1.0).encode())
     data[bit // 8] ^= 1 << bit % 8
     with pytest.raises(ProtocolError, match="corrupted in transit"):
         Token.decode_untrusted(bytes(data))

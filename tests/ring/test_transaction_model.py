@@ -4,8 +4,8 @@ The cluster plays the ring and the seed: a collective ends for a member only whe
 it; a death is noticed by the others at any later moment; views are minted from reports alone, by the rule "the highest
 applied step wins, whoever has prepared it redoes it, the rest heals". A member may die between any two events.
 
-A step may be spoiled: by a contribution that is not finite, by a hop of an audited view, or by a member that ends with
-another sum. Which, and by whom, is drawn before the members come to it.
+A step may be spoiled: by a contribution that is not finite, or by a member that ends with another sum. Which, and by
+whom, is drawn before the members come to it.
 """
 
 from __future__ import annotations
@@ -151,22 +151,17 @@ class Cluster:
         key = (current.generation, core.applied)
         kind, culprit = self.fault(key, current)
         digest = digest_of(*key)
-        names = [item.peer_id for item in current.members]
-        right = names[(names.index(culprit) + 1) % len(names)] if culprit else ""
         if kind == "digest" and peer == culprit:
             digest = digest[::-1]
         if kind:
             self.spoiled.add(digest)
         member.buffer = digest
-        heard_wrong = kind == "hop" and peer == right
         reduced = ev.StepReduced(
             ticket,
             digest,
             part=math.nan if kind == "nan" else 1.0,
             own=math.nan if kind == "nan" and peer == culprit else 1.0,
             unit_us=self.rng.choice([0, 5, 20, 45]),
-            sent=7,
-            received=6 if heard_wrong else 7,
             stop=core.applied >= self.last_step,
         )
         member.handle(reduced)
@@ -176,7 +171,7 @@ class Cluster:
             spoil = self.spoil_budget > 0 and current.size > 1 and self.rng.random() < 0.3
             self.spoil_budget -= spoil
             culprit = self.rng.choice(current.members).peer_id
-            self.faults[key] = (self.rng.choice(["nan", "hop", "digest"]), culprit) if spoil else ("", "")
+            self.faults[key] = (self.rng.choice(["nan", "digest"]), culprit) if spoil else ("", "")
         return self.faults[key]
 
     def notice(self) -> list[tuple[str, int]]:
