@@ -362,18 +362,10 @@ class Chain:
                 await self._wait(hop, hop.all_flushed(), "the kernel to take what was sent", patience_s)
         self._check_open()
         self._streams = None
-        if self.links.parted is not None:  # the others may still be in the step: what was sent must reach them
-            self.links.follow(self.links.parted)
 
     # -------------------------------------------------------------------------------------------------------- measuring
 
     async def _measure(self, timeout_s: float) -> None:
-        def give_up() -> None:
-            hop = next(iter(self._waits))
-            what = f"it was not ready within {timeout_s:g} s: this stage waits for {self._waits[hop]}"
-            self.links.give_up(hop.neighbour, DeadlineExceeded(what, remedy="see the other stages' events"))
-
-        overdue = asyncio.get_running_loop().call_later(timeout_s, give_up)
         echo = asyncio.ensure_future(self._echo(timeout_s))
         try:
             self.round_trip_s = await self._ping(timeout_s)
@@ -381,7 +373,6 @@ class Chain:
             for hop in self._hops:
                 await self._wait(hop, hop.all_flushed(), "the kernel to take the pings", timeout_s)
         finally:
-            overdue.cancel()
             echo.cancel()
             await asyncio.gather(echo, return_exceptions=True)
 
@@ -447,7 +438,8 @@ class Chain:
                 if left_s <= 0:
                     remedy = "it may be stuck or very slow: look at its log"
                     silence = f"nothing came for {patience_s:g} s while this stage waited for {what}"
-                    self.links.give_up(hop.neighbour, Stalled(silence, remedy=remedy))
+                    kind = Stalled if self.links.formed else DeadlineExceeded  # else a third stage may not have come
+                    self.links.give_up(hop.neighbour, kind(silence, remedy=remedy))
                     raise self.links.failure()
                 await asyncio.wait({future}, timeout=min(left_s, patience_s * 0.05))
         finally:

@@ -166,8 +166,8 @@ class NeighbourLinks:
 
     Attributes:
         broken: resolves to ``RingBroken`` at the end, for whatever reason.
-        parted: a neighbour that left while an operation could still complete without it. The owner ends the links after
-            that operation.
+        parted: a neighbour that left while an operation could still complete without it. A ring ends the links after
+            that operation; a chain notices at its next step.
     """
 
     def __init__(
@@ -221,23 +221,14 @@ class NeighbourLinks:
             return
         self._settle(RingBroken("", ConnectionLost(cause)))
         for neighbour in self.neighbours:
-            if orderly:
-                self._leave(neighbour, reason)
-            else:
+            if not orderly:
                 neighbour.abort()
-
-    def follow(self, former: Neighbour) -> None:
-        """End the links because ``former`` left while no operation runs. The other neighbour still gets what was sent
-        to it, then ``Leave``."""
-        if self.broken.done():
-            return
-        me = self.view.members[self._rank].peer_id
-        self._settle(RingBroken(former.peer_id, ConnectionLost(f"lost {former.title}: it left the {self._what}"), me))
-        for neighbour in self.neighbours:
-            if neighbour is former:
-                neighbour.abort()
-            else:
-                self._leave(neighbour, f"{former.title} has left")
+                continue
+            for connection in neighbour.connections:
+                if neighbour.send_control(connection, Leave(shortened(reason, REASON_CHARS)), self.view.generation):
+                    self._part(connection)
+                else:
+                    connection.abort()
 
     async def wait_closed(self) -> None:
         """Wait after the end until all connections are closed; a second at most."""
@@ -318,13 +309,6 @@ class NeighbourLinks:
             self.give_up(neighbour, ConnectionLost(f"it ended the session: {shortened(news.reason, REASON_CHARS)}"))
         else:
             self.give_up(neighbour, ConnectionLost(shortened(news.reason, REASON_CHARS)), news)
-
-    def _leave(self, neighbour: Neighbour, reason: str) -> None:
-        for connection in neighbour.connections:
-            if neighbour.send_control(connection, Leave(shortened(reason, REASON_CHARS)), self.view.generation):
-                self._part(connection)
-            else:
-                connection.abort()
 
     def _part(self, connection: Connection) -> None:
         farewell = asyncio.get_running_loop().create_task(connection.close())
