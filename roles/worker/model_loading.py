@@ -13,7 +13,6 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -273,15 +272,6 @@ class ModelReceiver:
 # ------------------------------------------------------------------------------------------------------------- loading
 
 
-@dataclass(frozen=True, slots=True)
-class PartLoad:
-    """A part that was loaded. ``read_bytes``: from the worker's own copy; ``received_bytes``: from a sender."""
-
-    part: Part
-    read_bytes: int
-    received_bytes: int
-
-
 class Loader:
     """Loads parts. Different parts load at the same time, because the sender decides how long one takes. A client whose
     part is already being loaded waits for it, as long as its sender is fast enough.
@@ -324,9 +314,10 @@ class Loader:
         finally:
             self._under_way.pop(key).set()
 
-    async def load(self, request: LoadRequest, receiver: ModelReceiver, *, on_bytes: OnBytes) -> PartLoad:
-        """Put the part into the cache. The caller must hold the part before it awaits anything, because an idle part
-        may be unloaded.
+    async def load(self, request: LoadRequest, receiver: ModelReceiver, *, on_bytes: OnBytes) -> tuple[Part, int, int]:
+        """Put the part into the cache. Returns it, and the bytes that were read from the worker's own copy, and those
+        that were received. The caller must hold the part before it awaits anything, because an idle part may be
+        unloaded.
 
         Raises:
             Refused: no room; the sender failed; the model does not fit its config.
@@ -353,7 +344,7 @@ class Loader:
             self._cache.release(reservation)
         part = Part(new_id(), request.model, request.title, spec, engine, self._now())
         self._cache.parts[part.id] = part
-        return PartLoad(part, read_bytes, received_bytes)
+        return part, read_bytes, received_bytes
 
     async def _place_all(
         self,

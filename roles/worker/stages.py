@@ -272,8 +272,7 @@ class Stages:
             part = self.cache.find(request.model, request.spec(self._holding.device))
             if part is None:
                 async with self._models.receiver(client.peer_id, request) as receiver:
-                    load = await self._loader.load(request, receiver, on_bytes=report)
-                    part, read_bytes, received_bytes = load.part, load.read_bytes, load.received_bytes
+                    part, read_bytes, received_bytes = await self._loader.load(request, receiver, on_bytes=report)
                     unloaded = self.cache.use(part, client, request.positions)
             else:
                 unloaded = self.cache.use(part, client, request.positions)
