@@ -358,9 +358,9 @@ class StateFetch:
             return
         table = self._table
         offers = [source.offer for source in self.receiver.sources.values() if source.offer is not None]
-        if self._chosen is None and not self._may_choose(offers):
-            return
         held = OfferedState(self._request.have_step, self._request.have_lineage)
+        if self._chosen is None and self._unanswered and held not in offers:
+            return
         if held in offers and not table.root:
             self._chosen = held
             return
@@ -385,16 +385,6 @@ class StateFetch:
             keys = pieces.keys()
         for source in list(self.receiver.sources.values()):
             self.receiver.offers(source, keys if source.offer == chosen else ())
-
-    def _may_choose(self, offers: Sequence[OfferedState]) -> bool:
-        """Whether the missing answers cannot change what is fetched. So a frozen source is not waited for."""
-        request = self._request
-        if not self._unanswered or OfferedState(request.have_step, request.have_lineage) in offers:
-            return True
-        if request.have_step >= 0 and 0 <= request.step - request.have_step <= self.steps.log_steps:
-            return False  # a source that has not answered may have the steps: far fewer bytes than the state
-        states = [offer for offer in offers if offer.root]
-        return 2 * max((states.count(offer) for offer in states), default=0) > self._conversations
 
     def _has_state(self) -> bool:
         chosen = self._chosen
@@ -466,19 +456,7 @@ class Healer:
         have = (-1, "") if instruction.torn or core.applied >= view.step else (core.applied, core.lineage)
         silence_s = max(view.death_s, self._context.beats().death_s)
         request = HealRequest(core.job, view.step, view.lineage, silence_s, *have, stage=self.stage.index)
-        try:
-            return await self._to_the_start(request, view.generation, sources, engine)
-        except NetworkError:
-            if request.have_step < 0:
-                raise
-        # The steps since the own state could not be fetched, or led to another state: fetch the whole state.
-        request = replace(request, have_step=-1, have_lineage="")
-        return await self._to_the_start(request, view.generation, sources, engine)
-
-    async def _to_the_start(
-        self, request: HealRequest, generation: int, sources: Sequence[MemberRecord], engine: Engine
-    ) -> FetchResult:
-        fetch = await self.fetch(request, generation, sources, engine)
+        fetch = await self.fetch(request, view.generation, sources, engine)
         async with fetch.running():
             state = await fetch.state()
             if state.root:
