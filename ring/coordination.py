@@ -147,7 +147,6 @@ class StoredJob(Declared):
             older step. Those of other peers may belong to an *abandoned branch*: the later steps that it gave up.
             None: it never went back, so all peers' count.
         step_s: duration of a step; 0: not known.
-        reread: an earlier seed ran this job, so its workers may be on their way back.
         changes: as of ``View``.
     """
 
@@ -161,7 +160,6 @@ class StoredJob(Declared):
     held: Mapping[str, int] = field(default_factory=dict)
     branch: frozenset[str] | None = None
     step_s: float = 0.0
-    reread: bool = False
     changes: tuple[SettingChange, ...] = ()
 
 
@@ -519,16 +517,10 @@ class WorkerFailures:
     Attributes:
         banned: they failed or have other data, and are refused until they connect again.
         in_view: peer id → reason, for members of the last view.
-        last: reason of a worker that no other worker has replaced; empty if there is none.
     """
 
     banned: set[str] = field(default_factory=set)
     in_view: dict[str, str] = field(default_factory=dict)
-    last: str = ""
-
-    def view_began(self) -> None:
-        self.in_view.clear()
-        self.last = ""
 
 
 class Deadlines:

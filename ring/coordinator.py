@@ -55,8 +55,7 @@ names, and expire with the next event after their time (``Signal.TICK`` tells no
     STOPPING  all are stopped, no member can compute the step          FAILED
     PAUSED    resume, restore, or a member that still trains           STOPPING    SendHold
     any live  cancel                                                   CANCELLED   SendRelease
-    WAITING   every worker has failed, there never was a view, and     FAILED
-              no worker can be on its way back to a seed that was away
+    WAITING   every worker has failed, and there never was a view      FAILED
     ended     restore                                                  WAITING     SendAssign, as peers are offered
 """
 
@@ -138,8 +137,6 @@ class Coordinator:
             self._roster.running = {member.peer_id for member in self.view.members}
             self._roster.unheard = set(self._roster.running)
             self._deadlines.arm("absence", now + co.GRACE_S)
-        elif self.phase is JobPhase.WAITING and past.reread:
-            self._deadlines.arm("return", now + co.GRACE_S)
         self._announced = (stored.state, stored.reason) if stored is not None else (self.state, self.reason)
 
     # ---------------------------------------------------------------------------------------------------- the interface
@@ -432,11 +429,10 @@ class Coordinator:
             self._failures.in_view[peer_id] = reason
         self._ban(known, f"cannot continue: {reason}", "member-failed")
         self._note_stop(peer_id, now)
-        if not self._roster.peers and self.view is None and "return" not in self._deadlines:
+        if not self._roster.peers and self.view is None:
             self._end(JobPhase.FAILED, reason)
         elif not self._roster.peers and self.phase is JobPhase.WAITING:
             self.reason = f"waiting for another worker: {known.peer.name} cannot continue: {reason}"
-            self._failures.last = reason
 
     def _note_stop(self, peer_id: str, now: float, *, broken: bool = True) -> None:
         """A member no longer trains. ``broken``: the others report soon, too; else the slowest one's disk decides."""
@@ -603,8 +599,6 @@ class Coordinator:
             self._strike_off(self._roster.unheard | self._roster.away, "it did not reconnect in time")
             if self._roster.running and self.phase is JobPhase.RUNNING:
                 self._stop(now, "members did not reconnect in time")
-        if "return" in due and self._failures.last and not self._roster.peers:
-            self._end(JobPhase.FAILED, self._failures.last)
         if "stop" in due:
             self._deadlines.arm("stop", now + co.HOLD_S)  # until the phase ends, which clears it
             if self._quarantine.broken or not self._roster.running & self._roster.healing:  # else a slow transfer
@@ -837,7 +831,7 @@ class Coordinator:
         roster.running, roster.healing = set(chosen), chosen.keys() - healthy
         self._quarantine.view_began()
         self.restore, roster.committed = None, False
-        self._failures.view_began()
+        self._failures.in_view.clear()
         self._go(JobPhase.RUNNING, "")
 
     def _put_server_first(self, replicas: list[tuple[str, ...]], healthy: Collection[str]) -> list[tuple[str, ...]]:

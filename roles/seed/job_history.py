@@ -40,7 +40,7 @@ DISTANCES = 5
 
 @dataclass(frozen=True, slots=True)
 class StoredHistory:
-    """What the store knows of a job apart from its record. ``reread``: the job is older than this run of the seed."""
+    """What the store knows of a job apart from its record."""
 
     view: View | None = None
     row: MetricRow | None = None
@@ -51,7 +51,6 @@ class StoredHistory:
     recoveries: int = 0
     mean_step_ms: float = 0.0
     timed_steps: int = 0
-    reread: bool = False
 
 
 def read_history(records: Records, job: str) -> StoredHistory:
@@ -68,7 +67,6 @@ def read_history(records: Records, job: str) -> StoredHistory:
         recoveries=max((newest.number for newest in records.recoveries(job, 1)), default=0),
         mean_step_ms=mean_step_ms,
         timed_steps=timed_steps,
-        reread=True,
     )
 
 

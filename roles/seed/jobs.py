@@ -136,7 +136,6 @@ class JobController:
             held=record.held,
             branch=frozenset(record.branch) if record.branch is not None else None,
             step_s=step_s(history.row),
-            reread=history.reread,
             changes=tuple(SettingChange(*values) for values in record.changes),
         )
         options = options_of(record, self.profile, minted_below=minted_below)

@@ -466,7 +466,7 @@ def test_a_view_that_its_members_never_heard_of_costs_no_step(status: str) -> No
     desk.stand(status, 500, "a", "b")
     view = desk.minted()  # durable, and then the seed dies
     saved = co.CheckpointsSaved({"a": frozenset({400}), "b": frozenset({400})})
-    past = co.StoredJob(state="running", view=view, corpus="C", known_step=500, saved=saved, reread=True)
+    past = co.StoredJob(state="running", view=view, corpus="C", known_step=500, saved=saved)
     desk = Desk(past=past)
     for peer_id in ("a", "b"):
         desk.tell(co.PeerReturned(peer(peer_id), old.generation))
