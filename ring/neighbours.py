@@ -105,9 +105,8 @@ class Heartbeats:
     def __init__(self, links: NeighbourLinks, clock: Clock) -> None:
         self._links, self._clock = links, clock
         self.interval_s = 0.0  # 0 before the first beat
-        self.rtt_ms: float | None = None  # to the right neighbour; None before the first acknowledgement
         self.newest_of_left: Heartbeat | None = None
-        self._seq, self._sent_at = 0, 0.0
+        self._seq = 0
 
     async def run(self, death_s: float) -> None:
         """Send heartbeats and watch both neighbours, until cancelled."""
@@ -118,7 +117,7 @@ class Heartbeats:
         now = due = self._clock.now()
         while True:
             if now >= due:
-                self._send(now)
+                self._send()
                 due = now + self.interval_s
             planned_s = min(due - now, *(detector.wait_s for _, detector in watched))
             await asyncio.sleep(planned_s)
@@ -128,12 +127,8 @@ class Heartbeats:
                     silence = DeadlineExceeded(f"it sent nothing for {detector.silent_s:.1f} s")
                     self._links.give_up(neighbour, silence)
 
-    def take_acknowledgement(self, seq: int) -> None:
-        if seq == self._seq:
-            self.rtt_ms = (self._clock.now() - self._sent_at) * 1e3
-
-    def _send(self, now: float) -> None:
-        self._seq, self._sent_at = self._seq + 1, now
+    def _send(self) -> None:
+        self._seq += 1
         view, right = self._links.view, self._links.right
         progress, state = self._links.owner.status()
         if right is not None:
@@ -348,8 +343,8 @@ class NeighbourLinks:
             case Heartbeat(seq=seq) if self.left is not None and connection is self.left.beat:
                 self.beats.newest_of_left = message
                 connection.send(HeartbeatAck(seq), generation=self.view.generation)
-            case HeartbeatAck(seq=seq) if self.right is not None and connection is self.right.beat:
-                self.beats.take_acknowledgement(seq)
+            case HeartbeatAck() if self.right is not None and connection is self.right.beat:
+                return  # a sign of life, as everything that is received
             case MemberLost() if connection is neighbour.beat:
                 self._take_loss(neighbour, message)
             case _:

@@ -20,11 +20,10 @@ def now() -> float:
 
 
 @on_virtual_time
-async def test_beats_keep_an_idle_ring_alive_and_measure_the_round_trip():
+async def test_beats_keep_an_idle_ring_alive():
     async with local_ring(3, MemoryNetwork(), heartbeat_s=5.0, death_s=15.0) as members:
         await asyncio.sleep(3600)
         assert not any(member.session.broken.done() for member in members)
-        assert all(member.session.links.beats.rtt_ms is not None for member in members)
         await asyncio.gather(*(member.session.barrier() for member in members))
 
 
