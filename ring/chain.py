@@ -27,7 +27,7 @@ import numpy.typing as npt
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, Stalled
 from p2ptrain.core.world import World
 from ring.links import ThisMember, Topology, connect_neighbours
-from ring.neighbours import AT_WORK, Neighbour, NeighbourLinks, RingBroken
+from ring.neighbours import AT_WORK, Neighbour, NeighbourLinks
 from ring.planning.schedule import OperationKind, StageSchedule
 from ring.view import View
 from wire.connection import Connection
@@ -188,6 +188,7 @@ class Chain:
         stage, stages: this member's stage, counted from 0, and the number of stages.
         round_trip_s: of the hop to the next stage, 0 on the last one: time of activations there and gradients back,
             without computing.
+        broken: resolves to ``RingBroken`` when the chain has ended, for whatever reason.
         progress: payloads received and sent so far, plus what the owner adds; every heartbeat carries it.
     """
 
@@ -214,14 +215,10 @@ class Chain:
         self._next_stream = _FIRST_STREAM
         self._streams: range | None = None  # of the current step
         self.links = NeighbourLinks(self, world.clock, view, rank, left=before, right=after, what="chain")
+        self.broken = self.links.broken
         self._before, self._after = (Hop(self, neighbour) if neighbour else None for neighbour in (before, after))
 
     # ---------------------------------------------------------------------------------------------- forming and ending
-
-    @property
-    def broken(self) -> asyncio.Future[RingBroken]:
-        """Resolves when the chain has ended, for whatever reason."""
-        return self.links.broken
 
     @classmethod
     async def form(

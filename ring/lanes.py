@@ -176,11 +176,7 @@ class Lane:
         self._receiving.append(flow)
         self._sending.append(flow)
         self._post()
-        self._pump()
-
-    def resume(self) -> None:
-        """Send on, after a schedule is no longer held."""
-        self._pump()
+        self.pump()
 
     def stop(self) -> None:
         """Touch no memory from now on, whatever still arrives."""
@@ -233,17 +229,18 @@ class Lane:
             flow.relays[index] = self._encoder.keep(scratch)
         self._owner.moved(flow)
         self._post()
-        self._pump()
+        self.pump()
         self._check_done(flow)
 
     # ---------------------------------------------------------------------------------------------------------- sending
 
     def _drained(self) -> None:
         self._owner.moved(None)
-        self._pump()
+        self.pump()
 
-    def _pump(self) -> None:
-        """Hand over what may be sent. Not re-entrant: the transport may report that it is drained within the call."""
+    def pump(self) -> None:
+        """Hand over what may be sent; the owner calls it when a schedule is no longer held. Not re-entrant: the
+        transport may report that it is drained within the call."""
         if self._pumping or self._next_turn is not None:
             return
         self._pumping = True
@@ -254,7 +251,7 @@ class Lane:
 
     def _go_on(self) -> None:
         self._next_turn = None
-        self._pump()
+        self.pump()
 
     def _send_ready(self) -> None:
         turn_bytes = 0

@@ -206,10 +206,6 @@ class Audit:
         self._next = sum(view.step < base_step for view in self._views)  # index of the first view that has not begun
         self._complete = bool(self._views) and self._views[0].step <= base_step
 
-    def begin(self) -> LedgerFault | None:
-        """Compare the base with the view that begins there, as that view may have begun the ledger."""
-        return self._views_begin()
-
     def take(self, row: LedgerRow) -> LedgerFault | None:
         """Take the next row. Returns what is wrong with it, or None."""
         step = self.step + 1
@@ -228,7 +224,7 @@ class Audit:
         if fault := self._computed_by(row, counts) or self._made_of(row, counts):
             return fault
         self.step, self.lineage = step, next_lineage(self.lineage, row.digest)
-        return self._views_begin()
+        return self.begin_views()
 
     def finish(self, step: int, lineage: str) -> LedgerFault | None:
         if self.step != step:
@@ -279,7 +275,8 @@ class Audit:
             self.computed[peer_id] += counts[rank - rank % max(view.stages, 1)]
         return None
 
-    def _views_begin(self) -> LedgerFault | None:
+    def begin_views(self) -> LedgerFault | None:
+        """Compare the lineage with the views that begin here. At the base, a view may have begun the ledger."""
         while self._next < len(self._views) and self._views[self._next].step <= self.step:
             view = self._views[self._next]
             if view.lineage != self.lineage:

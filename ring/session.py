@@ -384,7 +384,7 @@ class RingSession:
                 self._follow_leaders(at_once=True)
                 return
             operation.held, outwards.held = None, False
-            lane.resume()
+            lane.pump()
 
         def exchange() -> None:
             if leaders is not None and not leaders.broken.done():

@@ -160,7 +160,7 @@ async def _audit_once(
     batch = profile.batch.micro_batches * profile.batch.micro_batch_sequences
     sampler = WindowSampler(windows, profile.job.seed) if windows else None
     epochs = Epochs(sampler, windows=windows, batch=batch, step=head.base_step) if sampler else None
-    fault = checks.begin()
+    fault = checks.begin_views()
     while fault is None and checks.step < head.step:
         before = checks.step
         for row in (row for run in page.runs for row in run.rows()):

@@ -63,7 +63,7 @@ class PeerContext:
     ) -> tuple[Connection, Welcome]:
         """Connect to another worker for bulk transfers. An empty ``host``: the seed's. Raises as
         ``wire.handshake.dial``."""
-        connection, welcome = await dial(
+        return await dial(
             self.world.network,
             advertised_host(self.seed_host, host),
             port,
@@ -72,7 +72,6 @@ class PeerContext:
             expect_peer=peer_id,
             expect_role="worker",
         )
-        return connection, welcome
 
 
 @dataclass(frozen=True, slots=True)

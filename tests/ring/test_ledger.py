@@ -140,7 +140,7 @@ VIEWS = [
 
 def audited(rows: list[LedgerRow], views: list[ViewBegan], *, base: int = 0) -> tuple[Audit, LedgerFault | None]:
     audit = Audit(base_step=base, base_lineage=chained(ROWS[:base]), micro_batches=M, views=views)
-    fault = audit.begin()
+    fault = audit.begin_views()
     for item in rows:
         fault = fault or audit.take(item)
     return audit, fault
@@ -160,7 +160,7 @@ def test_each_worker_of_a_replica_is_due_all_that_its_replica_computed():
     rows = [row(1, 1, (5, 0, 3, 0)), row(2, 1, (2, 0, 6, 0)), row(3, 2, (8, 0, 0))]
     views = [ViewBegan(1, 0, START, ("a", "b", "c", "d"), 2), ViewBegan(2, 2, chained(rows[:2]), ("c", "b", "e"), 3)]
     audit = Audit(base_step=0, base_lineage=START, micro_batches=M, views=views)
-    assert [audit.begin(), *map(audit.take, rows)] == [None] * 4
+    assert [audit.begin_views(), *map(audit.take, rows)] == [None] * 4
     assert (audit.computed, audit.total) == ({"a": 7, "b": 7 + 8, "c": 9 + 8, "d": 9, "e": 8}, 3 * M)
 
 

@@ -120,7 +120,7 @@ def test_the_audit_finds_what_a_version_cannot_be_made_of(wrong: dict[str, Any],
     counts = rows[0].counts if made[0].rank else rows[0].counts[4:] + bytes(4)
     rows.append(LedgerRow(9, 1, bytes(16), counts, packed(made)))
     audit = Audit(base_step=7, base_lineage=LINEAGE, micro_batches=4, views=[view], server=(1, 0))
-    faults = [audit.begin(), *map(audit.take, rows)]
+    faults = [audit.begin_views(), *map(audit.take, rows)]
     assert faults[:2] == [None, None]
     assert (faults[2] is None) is (not said)
     assert faults[2] is None or said in faults[2].text
