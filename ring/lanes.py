@@ -73,7 +73,7 @@ class Flow:
     finished: bool = False
     raw: memoryview = field(init=False)
     own: Array = field(init=False)
-    relays: dict[int, bytearray] = field(init=False, default_factory=dict)
+    relays: dict[int, bytes] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.raw = self.array.view(np.uint8).data
@@ -106,43 +106,6 @@ class ScratchSlots:
         return self._slots[slot][:nbytes]
 
 
-class SubChunkEncoder:
-    """Encodes what a lane sends, one sub-chunk at a time, and keeps encoded sub-chunks that are passed on as they are.
-
-    The memory of an encoded sub-chunk is used again by the next one: the kernel must have it by then.
-    """
-
-    def __init__(self) -> None:
-        self._out = np.empty(0, np.uint8)
-        self._spare: list[bytearray] = []
-        self._relayed: bytearray | None = None  # the last one that was passed on
-
-    def keep(self, received: npt.NDArray[np.uint8]) -> bytearray:
-        buffer = self._spare.pop() if self._spare else bytearray()
-        if len(buffer) != len(received):
-            buffer = bytearray(len(received))
-        buffer[:] = received.data
-        return buffer
-
-    def encode(self, flow: Flow, codec: Codec, send: Send) -> memoryview:
-        if self._relayed is not None:
-            self._spare.append(self._relayed)
-            self._relayed = None
-        if send.relay is not None:
-            self._relayed = flow.relays.pop(send.relay)
-            return memoryview(self._relayed)
-        values = flow.array[send.start : send.stop]
-        self._out = _at_least(self._out, codec.encoded_bytes(flow.sub_chunk_numel))
-        out = self._out[: codec.encoded_bytes(len(values))]
-        if flow.residual is None:
-            codec.encode(values, out)
-        else:  # a partial sum that was sent is not needed any more
-            codec.encode_with_feedback(values, flow.residual[send.start : send.stop], out)
-        if send.final:
-            codec.decode(out, values)
-        return out.data
-
-
 class LaneOwner(Protocol):
     """The session whose operations lanes carry out. ``world``: its probe may stop the sending."""
 
@@ -163,7 +126,7 @@ class Lane:
         self._sending: deque[Flow] = deque()
         self._posted: deque[tuple[Flow, Receive, npt.NDArray[np.uint8] | None]] = deque()  # with its scratch slot
         self._scratch = ScratchSlots()
-        self._encoder = SubChunkEncoder()
+        self._encoded = np.empty(0, np.uint8)  # used again by the next sub-chunk: the kernel must have it by then
         self._pumping = self._stopped = False
         self._next_turn: asyncio.Handle | None = None  # set while the event loop's other callbacks run first
         right.on_drained = self._drained
@@ -226,7 +189,7 @@ class Lane:
             return
         index = flow.schedule.received()
         if receive.relayed and flow.codec is not None and scratch is not None:
-            flow.relays[index] = self._encoder.keep(scratch)
+            flow.relays[index] = scratch.tobytes()
         self._owner.moved(flow)
         self._post()
         self.pump()
@@ -274,12 +237,26 @@ class Lane:
                 return
             turn_bytes += (send.stop - send.start) * flow.array.itemsize
             codec = flow.codec
-            payload = flow.outgoing(send) if codec is None else self._encoder.encode(flow, codec, send)
+            payload = flow.outgoing(send) if codec is None else self._encode(flow, codec, send)
             try:
                 self._right.send_bulk(payload, generation=self._generation, stream=flow.stream)
             except P2PTrainError as error:
                 self._owner.links.take_failure(self._right, error)
                 return
+
+    def _encode(self, flow: Flow, codec: Codec, send: Send) -> memoryview:
+        if send.relay is not None:
+            return memoryview(flow.relays.pop(send.relay))
+        values = flow.array[send.start : send.stop]
+        self._encoded = _at_least(self._encoded, codec.encoded_bytes(flow.sub_chunk_numel))
+        out = self._encoded[: codec.encoded_bytes(len(values))]
+        if flow.residual is None:
+            codec.encode(values, out)
+        else:  # a partial sum that was sent is not needed any more
+            codec.encode_with_feedback(values, flow.residual[send.start : send.stop], out)
+        if send.final:
+            codec.decode(out, values)
+        return out.data
 
     def _check_done(self, flow: Flow) -> None:
         if flow.flushed and flow.schedule.all_received and not (flow.finished or self._stopped):
