@@ -96,6 +96,11 @@ _TRACED_POSITIONS = 3
 
 _MOST_KINDS = 16  # of layers: each one takes a tracing run
 
+_FOUND: dict[tuple[str, torch.dtype], tuple[frozenset[str], tuple[CacheShape, ...]]] = {}
+"""Configuration, and type of the weights → what tracing runs found: the modules called before the layers, and what each
+layer caches. The parts of one model are made one after another, each from a layout of its own."""
+_MOST_FOUND = 32
+
 
 class _Traced(Exception):
     """Ends a tracing run: a layer caches keys and values of these shapes."""
@@ -154,14 +159,19 @@ class ModelLayout:
         outside = {
             name: self.model.get_submodule(name) for name in owners if not name.startswith(f"{self._layers_name}.")
         }
-        called, _ = self._trace(0, outside)
-        self.cache_shapes = self._all_cache_shapes()
+        key = config.to_json_string(use_diff=False), dtype
+        if key not in _FOUND:
+            while len(_FOUND) >= _MOST_FOUND:
+                del _FOUND[next(iter(_FOUND))]
+            _FOUND[key] = frozenset(self._trace(0, outside)[0]), tuple(self._all_cache_shapes())
+        called, self.cache_shapes = _FOUND[key]
         self.first = {name: module for name, module in outside.items() if name in called}
         self.last = {name: module for name, module in outside.items() if name not in called}
         by_name = {f"{self._layers_name}.{index}": layer for index, layer in enumerate(self.layers)}
         self.units: dict[str, nn.Module] = self.first | by_name | self.last
 
     def _all_cache_shapes(self) -> list[CacheShape]:
+        """Trace one layer of each kind."""
         known: dict[str, CacheShape] = {}
         shapes = []
         lists = per_layer_lists(self._config).values()
