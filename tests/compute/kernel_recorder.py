@@ -32,21 +32,34 @@ class KernelRecorder:
         with patch("torch.cuda.is_current_stream_capturing", lambda: True), mode:
             out = step()
         self.captures += 1
+        slots: dict[int, _Slot] = {}  # by the id of the tensor that a call returned
+        calls = []
+        for operation, args, kwargs, result in mode.calls:
+            inputs = tree_map_only(Tensor, lambda tensor: slots.get(id(tensor), tensor), (args, kwargs))
+            outputs = [slots.setdefault(id(tensor), _Slot()) for tensor in _tensors(result)]
+            calls.append((operation, *inputs, outputs))
+        last = slots[id(out)]
 
         def replay() -> Tensor:
             self.replays += 1
-            made: dict[int, Tensor] = {}
-
-            def current(tensor: Tensor) -> Tensor:
-                return made.get(id(tensor), tensor)
-
-            for operation, args, kwargs, result in mode.calls:
-                again = operation(*tree_map_only(Tensor, current, args), **tree_map_only(Tensor, current, kwargs))
-                for old, new in zip(_tensors(result), _tensors(again), strict=True):
-                    made[id(old)] = new
-            return out.copy_(current(out))
+            made: dict[_Slot, Tensor] = {}
+            for operation, args, kwargs, outputs in calls:
+                named = {name: _filled(value, made) for name, value in kwargs.items()}
+                again = operation(*_filled(args, made), **named)
+                made.update(zip(outputs, _tensors(again), strict=True))
+            return out.copy_(made[last])
 
         return replay
+
+
+class _Slot:
+    """The place of a tensor that an earlier call returns."""
+
+
+def _filled(value: Any, made: dict[_Slot, Tensor]) -> Any:
+    if isinstance(value, _Slot):
+        return made[value]
+    return [_filled(item, made) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _tensors(result: Any) -> list[Tensor]:

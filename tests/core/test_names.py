@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("p2ptrain", "wire", "ring", "roles", "tui", "configs")
 RIDDLE = re.compile(
@@ -19,10 +21,10 @@ ALLOWED = {
 """Identifier that matches → why it may."""
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            yield str(path.relative_to(ROOT)), ast.parse(path.read_text("utf-8"))
+@pytest.fixture(scope="module")
+def modules() -> dict[str, ast.Module]:
+    paths = (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")))
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text("utf-8")) for path in paths}
 
 
 def identifiers(tree: ast.Module) -> Iterator[str]:
@@ -35,16 +37,18 @@ def identifiers(tree: ast.Module) -> Iterator[str]:
                 yield name
 
 
-def test_public_class_name_exists_once() -> None:
+def test_public_class_name_exists_once(modules: dict[str, ast.Module]) -> None:
     places: defaultdict[str, list[str]] = defaultdict(list)
-    for path, tree in modules():
+    for path, tree in modules.items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(path)
     assert not {name: paths for name, paths in places.items() if len(paths) > 1}
 
 
-def test_identifiers_need_no_author() -> None:
-    found = {(path, name) for path, tree in modules() for name in identifiers(tree) if RIDDLE.search(name.lower())}
+def test_identifiers_need_no_author(modules: dict[str, ast.Module]) -> None:
+    found = {
+        (path, name) for path, tree in modules.items() for name in identifiers(tree) if RIDDLE.search(name.lower())
+    }
     assert not {(path, name) for path, name in found if name not in ALLOWED}
     assert {name for _, name in found} >= set(ALLOWED), "an exception that nothing needs"

@@ -81,7 +81,7 @@ def run(target: Target, *, examples: int, seed_number: int, tally: Tally, watch:
     """Try ``examples`` cases; whether all went well. Where one did not, ``tally`` holds the minimal one.
 
     Args:
-        watch: note in ``tally.called`` which parsers were called; slower.
+        watch: note in ``tally.called`` which parsers were called, until all of the target's were: this is slow.
     """
 
     @seed(seed_number)
@@ -98,7 +98,8 @@ def run(target: Target, *, examples: int, seed_number: int, tally: Tally, watch:
         tally.cases += 1
         began = time.perf_counter()
         try:
-            with _calls_noted(tally.called) if watch else nullcontext():
+            watched = watch and not tally.called.issuperset(target.parsers)
+            with _calls_noted(tally.called) if watched else nullcontext():
                 peak_bytes = _measured(target, case)
                 if peak_bytes > target.peak_bytes:  # a table of the interpreter's own may grow in any call: once
                     peak_bytes = _measured(target, case)
