@@ -278,9 +278,8 @@ class StageEngine(Protocol):
     def free_positions(self) -> int: ...
 
     def reserve(self, positions: int) -> None:
-        """Have memory for so many positions of all sessions together; it may be called again with more. From then on
-        ``open`` allocates none, and passes may be ``Preempted``. Without a call there is room for all open sessions.
-        Raises ``ResourceError``."""
+        """Have memory for so many positions of all sessions together; it may be called again with more. ``open``
+        allocates none, and passes may be ``Preempted``. Raises ``ResourceError``."""
 
     def open(
         self,
@@ -293,7 +292,7 @@ class StageEngine(Protocol):
         order: float = 0.0,
     ) -> int:
         """Begin a session of at most ``positions`` positions. Raises ``UserError`` if the model supports fewer,
-        ``ResourceError`` if the memory has room for fewer.
+        ``ResourceError`` if fewer are reserved.
 
         Args:
             block_hashes: of the text's blocks, as of ``p2ptrain.core.serving.hash_blocks``.

@@ -156,11 +156,6 @@ class SessionTables:
     def __getitem__(self, name: str) -> BlockTable:
         return self._tables[name]
 
-    @property
-    def most_blocks(self) -> int:
-        """Blocks of all sessions when each has its last position."""
-        return sum(blocks_of(table.positions) for table in self._tables.values())
-
     def open(self, name: str, positions: int, hashes: Sequence[bytes], order: float = 0.0) -> int:
         """Begin a session with the blocks of these hashes that are remembered. Returns its number of positions."""
         blocks = self.pool.share(hashes[: positions // BLOCK_POSITIONS])

@@ -269,7 +269,6 @@ class ServedPart:
         self._compute_device, self._model = device, cast(Any, model)
         self._memory = model.new_memory()
         self._tables, self._sessions = SessionTables(), dict[str, _Session]()
-        self._is_reserved = False
         self._padding = RowPadding()
         self._keeps_ids = bool(model.switches) or isinstance(model, WholeModel)
         self._runner: PassRunner | None = None
@@ -303,13 +302,9 @@ class ServedPart:
 
     def reserve(self, positions: int) -> None:
         """See ``StageEngine``."""
-        self._grow(blocks_of(positions), f"the cache of {positions} tokens")
-        self._is_reserved = True
-
-    def _grow(self, blocks: int, what: str) -> None:
-        new = blocks - self._tables.pool.count
-        if new > 0:
-            remedy = "ask for fewer tokens, or fewer texts at a time"
+        blocks = blocks_of(positions)
+        if (new := blocks - self._tables.pool.count) > 0:
+            what, remedy = f"the cache of {positions} tokens", "ask for fewer tokens, or fewer texts at a time"
             check_memory(new * BLOCK_POSITIONS * self.cache_position_bytes, self._compute_device, what, remedy)
             with translate_out_of_memory(what, _FEWER_SESSIONS):
                 self._memory.grow(blocks * BLOCK_POSITIONS)
@@ -336,10 +331,7 @@ class ServedPart:
         if len(self._sessions) >= MAX_SESSIONS:
             raise ResourceError(f"this part already has {MAX_SESSIONS} sessions, the maximum", remedy="close one")
         picker = Picker(sampling, selects_first=self._compute_device.kind == "cuda")
-        needed, most = blocks_of(positions), self._tables.pool.count
-        if not self._is_reserved:
-            self._grow(self._tables.most_blocks + needed, f"the cache of a text of {positions} tokens")
-        elif needed > most:
+        if blocks_of(positions) > (most := self._tables.pool.count):
             text = f"a text of {positions} tokens does not fit: this part has memory for {most * BLOCK_POSITIONS}"
             raise ResourceError(text, remedy="ask for fewer tokens")
         self._sessions[session] = _Session(picker if self._model.part.last else None, adapter)

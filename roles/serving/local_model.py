@@ -11,7 +11,6 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -105,7 +104,7 @@ class LocalModel:
         opened_positions = sum(round_to_blocks(each.positions) for each in self.sessions)
 
         def open_in_engine() -> int:
-            self._reserve(opened_positions)
+            self._reserve(positions, opened_positions)
             hashes = hash_blocks(ids[:-1])  # the last position is always computed
             return self.engine.open(
                 session.name, positions=positions, sampling=sampling, block_hashes=hashes, adapter=adapter
@@ -118,12 +117,14 @@ class LocalModel:
             raise
         return session
 
-    def _reserve(self, opened_positions: int) -> None:
+    def _reserve(self, positions: int, opened_positions: int) -> None:
         if self._most_positions:
             self.engine.reserve(self._most_positions)
             return
-        with suppress(ResourceError):  # then sessions share what there is
+        try:
             self.engine.reserve(max(self._usual_positions, opened_positions))
+        except ResourceError:  # then sessions share what there is
+            self.engine.reserve(positions)
 
     async def close(self) -> None:
         if not self._closed:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from p2ptrain.compute.text import ASSISTANT, SYSTEM, USER, ChatFormat, Conversation, ModelText, TextWriter
-from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, Refused, ResourceError, UserError
+from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, UserError
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.world import World
 from roles.background import Background
@@ -24,7 +24,6 @@ from roles.serving.model import Decoding, ModelSession, PassOutcome, PassRequest
 from roles.serving.text_stats import DrafterFacts, RecentPace, TextStats, TextSums, sums_of
 from roles.serving.texts import TextPiece, TextRequest, Writing, report_defect
 from wire.chain_messages import MAX_REQUEST_POSITIONS
-from wire.messages import RefusalCode
 
 MOST_PIECES = 64
 """Unread pieces after which the next pass waits."""
@@ -216,7 +215,7 @@ class TextSession(Writing):
 CONVERSATION_POSITIONS = 4096
 """Length of a conversation if neither the model's context nor the request limits it."""
 WAIT_S = 60.0
-"""Time for which a text waits for memory that other texts use, or for its turn."""
+"""Time for which a text waits for its turn."""
 
 _ROLES = (SYSTEM, USER, ASSISTANT)
 
@@ -267,7 +266,6 @@ class ModelTextService:
         self._now = world.clock.now
         self._thread = world.threads.start("text")  # tokenizing a long prompt takes a second
         self._texts: set[TextSession] = set()
-        self._ended = asyncio.Event()
         self._pace = RecentPace()
 
     async def write(self, request: TextRequest) -> TextSession:
@@ -291,7 +289,6 @@ class ModelTextService:
 
         def end(session: TextSession) -> None:
             self._texts.discard(session)
-            self._ended.set()
             self._closing.start(opened.close(), "close a session")
             on_end(session)
 
@@ -356,36 +353,16 @@ class ModelTextService:
         return max(1, (self.context or CONVERSATION_POSITIONS + taken) - taken)
 
     async def _open(self, prepared: PreparedText, priority: int) -> ModelSession:
-        """Open a session of the model. If memory is short, wait for texts to end. Raises as ``ServedModel.open``."""
-        ids, until = prepared.ids, self._now() + WAIT_S
-        while True:
-            try:
-                return await self._served.open(
-                    positions=prepared.positions,
-                    sampling=prepared.sampling,
-                    sample_from=len(ids),
-                    ids=ids,
-                    priority=priority,
-                )
-            except (ResourceError, Refused) as problem:
-                if isinstance(problem, Refused) and problem.code != RefusalCode.BUSY:
-                    raise
-                if not self._closing:
-                    await self._wait_for_memory(problem, until)
-                await self._closing.settle(timeout_s=WAIT_S)
-
-    async def _wait_for_memory(self, problem: P2PTrainError, until: float) -> None:
-        """Wait until a text ends, for its memory. Raises ``problem``: there is none. ``Refused``: it takes too long."""
-        if not self._texts:
-            raise problem
-        self._ended.clear()
-        try:
-            async with asyncio.timeout(until - self._now()):
-                await self._ended.wait()
-        except TimeoutError:
-            text = f"the model is busy: {len(self._texts)} texts use its memory"
-            remedy = "try again later, or ask for fewer tokens"
-            raise Refused(RefusalCode.BUSY, text, remedy=remedy, retry_after_s=round(WAIT_S)) from problem
+        """Open a session of the model, after those of texts that have just ended are closed. Raises as
+        ``ServedModel.open``."""
+        await self._closing.settle(timeout_s=WAIT_S)
+        return await self._served.open(
+            positions=prepared.positions,
+            sampling=prepared.sampling,
+            sample_from=len(prepared.ids),
+            ids=prepared.ids,
+            priority=priority,
+        )
 
 
 def _read_conversation(request: TextRequest) -> Conversation:

@@ -19,7 +19,7 @@ from p2ptrain.compute.captured import MOST_NEW, PASSES_BEFORE_CAPTURE
 from p2ptrain.compute.served_part import ServedPart, load_whole
 from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.serving import Pass, Sampling
-from tests.run_one import result_of, run_one
+from tests.run_one import open_session, result_of, run_one
 
 from .families import FAMILIES, VOCAB, make, make_unsplit
 from .kernel_recorder import KernelRecorder
@@ -100,7 +100,7 @@ def test_sessions_with_drafts_and_rollbacks_pick_the_usual_tokens(recorded: Reco
 
 def test_result_of_a_replay_is_not_overwritten_by_the_next(recorded: Recorded) -> None:
     part = recorded[1][0]
-    part.open("s", positions=64, sampling=GREEDY)
+    open_session(part, "s", positions=64, sampling=GREEDY)
 
     def run(keep: int, *ids: int) -> memoryview:
         return run_one(part, "s", Pass(keep, memoryview(encode_ids(ids)), len(ids), "ids", "fp32")).payload
@@ -119,7 +119,7 @@ def test_sessions_of_one_pass_share_a_replay(recorded: Recorded) -> None:
     for group in (usual[:1], parts[:1]):
         [part] = group
         for name, count in (("a", 9), ("b", 40), ("c", 64)):
-            part.open(name, positions=100, sampling=GREEDY)
+            open_session(part, name, positions=100, sampling=GREEDY)
             run_one(part, name, Pass(0, memoryview(encode_ids([*range(count)])), count, "ids", "fp32"))
         lengths, outs = {"a": 9, "b": 40, "c": 64}, []
         before = recorders[0].replays

@@ -17,7 +17,7 @@ from p2ptrain.compute.served_part import ServedPart, load_whole
 from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.serving import BLOCK_POSITIONS, Pass, Ran, Sampling, hash_blocks
-from tests.run_one import result_of
+from tests.run_one import open_session, result_of
 
 from .families import VOCAB, generated, make, make_unsplit
 from .kernel_recorder import KernelRecorder
@@ -80,7 +80,7 @@ def test_each_session_has_the_numbers_of_peft_with_its_adapter(served: Callable[
     model = served(family)
     texts = {name: [(7 * at * at + len(name)) % VOCAB for at in range(24)] for name in ("", "one", "two")}
     for name in texts:
-        model.part.open(f"a{name}", positions=64, sampling=GREEDY, adapter=name)
+        open_session(model.part, f"a{name}", positions=64, sampling=GREEDY, adapter=name)
     ran = model.part.run({f"a{name}": scored(ids, 0, len(ids) - 1) for name, ids in texts.items()})
     for name, ids in texts.items():
         result = ran[f"a{name}"]
@@ -99,7 +99,7 @@ def runs(part: ServedPart, texts: dict[str, tuple[str, list[int]]], *, together:
     session, the adapter and the ids."""
     draws = {session: random.Random(f"{seed} {session}") for session in texts}
     for session, (adapter, _) in texts.items():
-        part.open(session, positions=BLOCK_POSITIONS * 2, sampling=GREEDY, adapter=adapter)
+        open_session(part, session, positions=BLOCK_POSITIONS * 2, sampling=GREEDY, adapter=adapter)
     done, scores = dict.fromkeys(texts, 0), {session: [b""] * len(ids) for session, (_, ids) in texts.items()}
     while left := [session for session, (_, ids) in texts.items() if done[session] < len(ids) - 1]:
         batch = {}
@@ -157,15 +157,17 @@ def test_sessions_of_different_adapters_share_no_blocks(served: Callable[[str], 
     part = served("llama").part
     ids = [at % VOCAB for at in range(BLOCK_POSITIONS)]
     hashes = hash_blocks(ids)
-    part.open("first", positions=128, sampling=GREEDY, adapter="one")
+    open_session(part, "first", positions=128, sampling=GREEDY, adapter="one")
     part.run({"first": Pass(0, memoryview(encode_ids(ids)), len(ids), "ids", "fp32", block_hashes=hashes)})
     found = {
-        adapter: part.open(f"then {adapter}", positions=128, sampling=GREEDY, block_hashes=hashes, adapter=adapter)
+        adapter: open_session(
+            part, f"then {adapter}", positions=128, sampling=GREEDY, block_hashes=hashes, adapter=adapter
+        )
         for adapter in ("", "one", "two")
     }
     assert found == {"": 0, "one": BLOCK_POSITIONS, "two": 0}
     with pytest.raises(UserError, match="there is no adapter 'three'"):
-        part.open("last", positions=8, sampling=GREEDY, adapter="three")
+        open_session(part, "last", positions=8, sampling=GREEDY, adapter="three")
 
 
 @pytest.mark.parametrize("rank", [5, 8])

@@ -31,7 +31,7 @@ from p2ptrain.core.errors import ConfigError, JobFailed, ProtocolError, Resource
 from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.serving import BLOCK_POSITIONS, PartSpec, Pass, Preempted, Ran, Sampling, hash_blocks
 from p2ptrain.core.tensor_files import TensorTable
-from tests.run_one import run_one
+from tests.run_one import open_session, run_one
 
 from .families import FAMILIES, VOCAB, generated, make, make_unsplit
 
@@ -71,7 +71,7 @@ class Client:
     ) -> None:
         self.parts, self.name = parts, name
         for part in parts:
-            part.open(name, positions=positions, sampling=sampling, adapter=adapter)
+            open_session(part, name, positions=positions, sampling=sampling, adapter=adapter)
         self.length = 0
 
     def run(
@@ -138,7 +138,7 @@ def test_the_tokens_are_those_of_generate(loaded: Callable[[str], Loaded], famil
 def test_logits_that_are_not_numbers(loaded: Callable[[str], Loaded], monkeypatch: pytest.MonkeyPatch) -> None:
     part, logits = loaded("llama-tied")[2][-1], torch.arange(2 * VOCAB, 0, -1.0).view(2, VOCAB)
     monkeypatch.setattr(part, "_compute", lambda group: [logits])
-    part.open("s", positions=10, sampling=GREEDY)
+    open_session(part, "s", positions=10, sampling=GREEDY)
     work = Pass(0, memoryview(bytes(activation_bytes("fp32", 2, 64))), 2, "fp32", "fp32", samples=2)
     for wrong in (torch.nan, torch.inf):
         logits[0, 2] = wrong
@@ -231,7 +231,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
         "samples": 0,
         "sample_index": 0,
     }
-    part.open("s", positions=10, sampling=GREEDY)
+    open_session(part, "s", positions=10, sampling=GREEDY)
     run_one(part, "s", Pass(**good | {"keep": 0, "payload": memoryview(encode_ids([5, 6, 7, 8])), "count": 4}))
     expected = bytes(run_one(part, "s", Pass(**good)).payload)
     session = changes.pop("session", "s")
@@ -244,7 +244,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
 
 def test_picks_and_scores_of_the_last_stage(loaded: Callable[[str], Loaded], limit_host: Callable[[int], None]) -> None:
     part = loaded("llama-tied")[2][-1]
-    part.open("s", positions=10, sampling=GREEDY)
+    open_session(part, "s", positions=10, sampling=GREEDY)
     arguments: dict[str, Any] = {"keep": 0, "encoding": "fp32", "out_encoding": "fp32", "sample_index": 0}
     payload = memoryview(bytes(activation_bytes("fp32", 2, 64)))
     with pytest.raises(ProtocolError, match="cannot sample 3 tokens and score 0 at 2"):
@@ -269,7 +269,7 @@ def test_a_run_that_fails_in_the_middle_leaves_what_was_kept(
     loaded: Callable[[str], Loaded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = loaded("mistral-window")[2][1]
-    part.open("s", positions=30, sampling=GREEDY)
+    open_session(part, "s", positions=30, sampling=GREEDY)
     arguments: dict[str, Any] = {"encoding": "fp32", "out_encoding": "fp32", "sample_index": 0, "samples": 0}
     payload = memoryview(torch.randn(12, 64, generator=torch.Generator().manual_seed(1)).numpy().tobytes())
     more = payload[: 2 * 64 * 4]
@@ -302,13 +302,13 @@ def test_sessions_that_cannot_be(loaded: Callable[[str], Loaded], limit_host: Ca
         (8, Sampling(seed=2**64), "seed"),
     ):
         with pytest.raises(UserError, match=cause) as caught:
-            part.open("s", positions=positions, sampling=sampling)
+            open_session(part, "s", positions=positions, sampling=sampling)
         assert caught.value.remedy
-    part.open("s", positions=1, sampling=GREEDY)
+    open_session(part, "s", positions=1, sampling=GREEDY)
     with pytest.raises(UserError, match="already has a session 's'"):
-        part.open("s", positions=1, sampling=GREEDY)
+        open_session(part, "s", positions=1, sampling=GREEDY)
     for number in range(MAX_SESSIONS - 1):
-        part.open(f"more {number}", positions=1, sampling=GREEDY)
+        open_session(part, f"more {number}", positions=1, sampling=GREEDY)
     with pytest.raises(ResourceError, match=f"has {MAX_SESSIONS} sessions"):
         part.open("one more", positions=1, sampling=GREEDY)
     for name in list(part._sessions):
@@ -378,7 +378,7 @@ def test_where_frequencies_change_with_the_length_the_keys_are_computed_again(
     whole = make("phi3", tmp_path, rope_parameters=rope, original_max_position_embeddings=32)
     for part in load(tmp_path, 3):
         with pytest.raises(UserError, match="33 positions are more than the model's context of 32"):
-            part.open("s", positions=33, sampling=GREEDY)
+            open_session(part, "s", positions=33, sampling=GREEDY)
     part = load_whole(tmp_path, device="cpu")
     assert part.context == 128
     ids = [(7 * index * index) % VOCAB for index in range(28)]
@@ -573,7 +573,7 @@ def test_sessions_of_a_batch_get_the_bits_of_each_alone(tmp_path: Path, family: 
             )
             shared += work.keep > 0
             for part in alone:
-                part.open(work.name, **arguments)
+                open_session(part, work.name, **arguments)
             if work.keep:
                 run_through(alone, {work.name: (0, work.ids[: work.keep], ())})
             works.append(work)

@@ -189,14 +189,15 @@ async def test_a_conversation_goes_on_from_what_is_computed(tmp_path: Path, draf
     await settled(serving, target)
 
 
-async def test_text_waits_for_memory_until_another_one_ends(tmp_path: Path) -> None:
+async def test_text_begins_when_those_that_ended_have_left_the_memory(tmp_path: Path) -> None:
     target = ScriptedTarget(room=80)
     serving = service(tmp_path, target)
-    first, second = await asyncio.gather(serving.write(wish(40)), serving.write(wish(40, prompt="another one")))
-    assert (await read(first))[1] == list(reference(PROMPT, 40))
-    assert (await read(second))[1] == list(reference("another one", 40))
+    first = await serving.write(wish(40))
     with pytest.raises(ResourceError):
-        await serving.write(wish(80))
+        await serving.write(wish(40, prompt="another one"))
+    assert (await read(first))[1] == list(reference(PROMPT, 40))
+    second = await serving.write(wish(40, prompt="another one"))
+    assert (await read(second))[1] == list(reference("another one", 40))
     await settled(serving, target)
 
 
