@@ -152,7 +152,6 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
                 on_change=member.changed,
             )
             stack.push_async_callback(partial(_leave, service))
-            await service.warm_up()
             services.append(service)
             linked.append(drafters)
         http = await _http(stack, member, options, services)

@@ -158,27 +158,25 @@ def choose(
 
 
 class CostModel:
-    """What all sessions of a verifier learn, and the limit of what speculation may lose.
-
-    Args:
-        step_s: time of a step of the verifier alone; 0: not measured yet.
+    """What all sessions of a verifier learn, and the limit of what speculation may lose. Drafters first rest, until a
+    step of the verifier alone was measured.
 
     Attributes:
-        passes, busy: times of passes while drafters work, and of their slowest stages.
+        passes, busy: times of passes while drafters work, and before they first do, and of their slowest stages.
         resting: all drafters shall rest.
     """
 
-    def __init__(self, step_s: float = 0.0) -> None:
+    def __init__(self) -> None:
         self.sessions = 0
         self.passes, self.busy = PassTimeModel(), PassTimeModel()
-        self._alone = MovingAverage(step_s)  # a step while all drafters rest
+        self._alone = MovingAverage()  # a step while all drafters rest
         self._without_drafts = MovingAverage()  # steps without drafts while drafters work, since the last rest
         self._budget = FIRST_BUDGET  # steps
         self._tokens = self._seconds = 0.0  # while drafters work, with decay
         self._tried = 0  # tokens since drafters began or were last found useful
         self._rest = TRY_TOKENS
-        self._left = 0 if step_s else BASELINE_STEPS  # tokens left of the rest
-        self.resting = not step_s
+        self._left = BASELINE_STEPS  # tokens left of the rest
+        self.resting = True
 
     @property
     def step_s(self) -> float:
@@ -233,6 +231,3 @@ class CostModel:
         self._without_drafts = MovingAverage()
         self._tokens = self._seconds = 0.0
         self._tried = 0
-        if not self.passes.known:
-            self.passes.add(0, self.step_s)
-            self.busy.add(0, self.step_s)

@@ -11,14 +11,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from statistics import median
 
 from p2ptrain.compute.text import ChatFormat, ModelText
 from p2ptrain.core.errors import P2PTrainError, Refused
-from p2ptrain.core.serving import Sampling
 from p2ptrain.core.world import World
 from roles.gauges import MovingAverage, Rate
-from roles.serving.model import DecodingStats, PassRequest, ServedModel
+from roles.serving.model import DecodingStats, ServedModel
 from roles.serving.text_service import WAIT_S, ModelTextService, TextSession
 from roles.serving.text_stats import RecentSums, add_sums, figures_of
 from roles.serving.texts import TextRequest
@@ -31,8 +29,6 @@ from wire.text_messages import Serving
 USUAL_SESSIONS = 16
 """Texts written at a time, in one pass."""
 LONGEST_RETRY_S = 3600
-WARM_UP = (8, 9)
-"""Before the first request: positions of a prompt, and steps whose median is measured."""
 
 
 class Places:
@@ -171,24 +167,6 @@ class VerifierService(ModelTextService):
     def sessions(self) -> int:
         return len(self._figures.running)
 
-    async def warm_up(self) -> None:
-        """Measure a step before the first request, while no drafter works, to judge drafters by. Raises
-        ``P2PTrainError``."""
-        prompt, steps = WARM_UP
-        if self.context is not None and self.context < prompt + steps:
-            return
-        greedy = Sampling(temperature=0.0)
-        session = await self._served.open(positions=prompt + steps, sampling=greedy, sample_from=prompt)
-        try:
-            result = await session.append(PassRequest(0, (0,) * prompt, 1))
-            took_s = list[float]()
-            for step in range(steps):
-                result = await session.append(PassRequest(prompt + step, result.tokens, 1))
-                took_s.append(result.took_s)
-        finally:
-            await session.close()
-        self.cost_model = CostModel(median(took_s))
-
     async def write(self, request: TextRequest) -> TextSession:
         asked_at = self._now()
         await self._enter(request.priority)
@@ -199,7 +177,7 @@ class VerifierService(ModelTextService):
             self._places.give_back()
             raise
         self._figures.begin(session, self._now(), speculates=request.speculate)
-        core = Speculation(session.decoding, self.cost_model, vocab_size=self._served.vocab_size)
+        core = Speculation(session.decoding, self.cost_model)
         drafters = self._drafters if request.speculate else None
         session.begin(
             TextDrafts(drafters, core, positions=prepared.positions, sampling=prepared.sampling, now=self._now)

@@ -187,16 +187,15 @@ class Speculation:
 
     Args:
         model: cost model that all texts of the verifier share.
-        vocab_size: token ids are below it.
 
     Attributes:
         right: right drafts in passes, by drafter, in the order in which they were ready.
     """
 
-    def __init__(self, decoding: Decoding, model: CostModel, *, vocab_size: int) -> None:
+    def __init__(self, decoding: Decoding, model: CostModel) -> None:
         self.right: list[int] = []
         self.opening_depth = 0 if model.resting else DEPTH
-        self.decoding, self._model, self._vocab_size = decoding, model, vocab_size
+        self.decoding, self._model = decoding, model
         self._line: DraftLine | None = None  # of the drafter, of which there is one at a time
         self._begun: deque[tuple[float, int]] = deque()  # of passes: wait for drafts, place in ``right`` of the drafter
         self._free_at = 0.0  # another pass may begin then
@@ -228,8 +227,6 @@ class Speculation:
         if line is None:
             return
         try:
-            if not all(0 <= token < self._vocab_size for token in tokens):
-                raise ProtocolError("a token is not in the model's vocabulary")
             line.receive_untrusted(epoch, position, tokens, self.decoding.ids, now)
         except ProtocolError:
             self.drop_line()
@@ -310,7 +307,7 @@ class Speculation:
 
     def _measure(self, outcome: PassOutcome, step_s: float) -> None:
         model, tokens = self._model, len(outcome.tokens)
-        if not model.resting:
+        if not (model.resting and model.passes.known):
             model.passes.add(outcome.rows - 1, outcome.took_s)
             model.busy.add(outcome.rows - 1, outcome.busy_s)
         self._rate = 0.9 * self._rate[0] + tokens, 0.9 * self._rate[1] + max(outcome.since_s, 1e-6)

@@ -26,7 +26,7 @@ from roles.serving.model import Decoding, DecodingStats, PassRequest, PassResult
 from roles.serving.text_service import TextSession
 from roles.serving.text_stats import DrafterFacts, TextStats
 from roles.serving.worker_peer import ClientContext
-from roles.verifier.cost_model import CostModel
+from roles.verifier.cost_model import BASELINE_STEPS, CostModel
 from roles.verifier.drafters import Drafters, TextDrafts
 from roles.verifier.speculation import Speculation
 from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part
@@ -331,6 +331,14 @@ class SilentWriter:
         return ""
 
 
+def measured(step_s: float) -> CostModel:
+    """What a verifier knows that has only written without drafts."""
+    model = CostModel()
+    for _ in range(BASELINE_STEPS):
+        model.add_pass(0, 1, step_s, step_s)
+    return model
+
+
 async def write(
     source: Drafters | None,
     prompt: Sequence[int],
@@ -355,7 +363,7 @@ async def write(
     engine.open("s", positions=len(prompt) + tokens, sampling=sampling)
     session = SlowSession(engine, len(prompt), pass_s, row_s, slowed, **chain)
     decoding = Decoding(prompt, max_new_tokens=tokens, most_passes=session.most_passes)
-    core = Speculation(decoding, cost_model or CostModel(pass_s), vocab_size=engine.vocab_size)
+    core = Speculation(decoding, cost_model or measured(pass_s))
     drafts = TextDrafts(source, core, positions=len(prompt) + tokens, sampling=sampling, now=now)
     writer: Any = SilentWriter()
     stats = TextStats(decoding.stats, began_at=now(), prompt_tokens=len(prompt), cached_tokens=0)

@@ -21,6 +21,7 @@ from roles.drafter.drafting import DraftedText, DraftInstruction, DraftSending, 
 from roles.serving.model import Decoding, PassRequest
 from roles.verifier.cost_model import CostModel, DrafterModel
 from roles.verifier.speculation import Speculation
+from tests.roles.drafter_hosts import measured
 
 VOCAB = 7
 STOP_ID = 6
@@ -94,10 +95,10 @@ class SpeculativeText(RuleBasedStateMachine):
         self.prompt, self.length = prompt, length
         self.expected = plain(prompt, length, stop_ids)
         # Here time means nothing: where a step alone is known it is so long that drafts are always a gain.
-        self.cost = CostModel(100.0 if known else 0.0)
+        self.cost = measured(100.0) if known else CostModel()
         self.decoding = Decoding(prompt, max_new_tokens=length, stop_ids=stop_ids, cached=cached, most_passes=passes)
         self.stale = 0
-        self.core = Speculation(self.decoding, self.cost, vocab_size=VOCAB)
+        self.core = Speculation(self.decoding, self.cost)
         self.model = Model()
         self.model.history = list(prompt[: min(cached, len(prompt) - 1)])
         self.running: deque[PassRequest] = deque()

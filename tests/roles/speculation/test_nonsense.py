@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import ProtocolError
-from roles.drafter.drafting import DraftedText, DraftSending, DraftVerdict
+from roles.drafter.drafting import DraftedText, DraftSending, DraftVerdict, ids_untrusted
 from roles.serving.model import Decoding, PassRequest
-from roles.verifier.cost_model import CostModel, DrafterModel
+from roles.verifier.cost_model import DrafterModel
 from roles.verifier.speculation import Speculation
+from tests.roles.drafter_hosts import measured
 
 PROMPT = (1, 2, 3)
 
@@ -21,7 +23,7 @@ def end_pass(decoding: Decoding, core: Speculation, token: int, now: float) -> N
 def verifier() -> tuple[Decoding, Speculation]:
     """A drafter knows two new tokens: verdicts 1 and 2, text up to position 5."""
     decoding = Decoding(PROMPT, max_new_tokens=50)
-    core = Speculation(decoding, CostModel(0.1), vocab_size=10)
+    core = Speculation(decoding, measured(0.1))
     core.begin_line(len(PROMPT), DrafterModel(), 0.0)
     for number, token in enumerate((4, 5), 1):
         end_pass(decoding, core, token, 0.1 * number)
@@ -31,10 +33,14 @@ def verifier() -> tuple[Decoding, Speculation]:
     return decoding, core
 
 
+def test_ids_outside_the_vocabulary_are_refused() -> None:
+    with pytest.raises(ProtocolError, match="vocabulary of 10 tokens"):
+        ids_untrusted(encode_ids([1, 10]), vocab_size=10)
+
+
 @pytest.mark.parametrize(
     ("epoch", "position", "tokens", "reason"),
     [
-        (0, 3, (10,), "a token is not in the model's vocabulary"),
         (0, 3, (), "drafts without a token"),
         (0, 99, (1,), "drafts end at position 100"),
         (0, -1, (1, 1), "drafts end at position 1"),

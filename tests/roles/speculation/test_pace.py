@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.lab.memory import run_virtual
-from roles.verifier.cost_model import CostModel
-from tests.roles.drafter_hosts import DrafterHost, Wobbly, Written, write
+from tests.roles.drafter_hosts import DrafterHost, Wobbly, Written, measured, write
 from tests.roles.test_drafters import GREEDY, Scene, expected
 
 PASS_S, DRAFT_S = 0.05, 0.005
@@ -37,7 +36,7 @@ def texts(
 
     async def main() -> list[Written]:
         step_s = PASS_S + (options.get("stages", 1) + 1) * options.get("hop_s", 0.0)
-        scene, cost_model = Scene(one_way_ms=500 * round_trip_s), CostModel(step_s)
+        scene, cost_model = Scene(one_way_ms=500 * round_trip_s), measured(step_s)
         host = scene.host("d1", engine, step_s=draft_s)
         written: list[Written] = []
         async with scene.running(host):
@@ -135,7 +134,7 @@ def test_texts_that_share_a_chain_are_not_slowed_down_by_each_others_drafts() ->
     """Four texts keep four stages busy: a pass that begins early takes the time of others."""
 
     async def seconds_of(most_passes: int) -> float:
-        scene, cost_model = Scene(), CostModel(PASS_S)
+        scene, cost_model = Scene(), measured(PASS_S)
         host, turns = scene.host("d1", Wobbly(0.8), step_s=0.002), [asyncio.Lock() for _ in range(4)]
         chain: dict[str, Any] = {"stages": 4, "turns": turns, "most_passes": most_passes}
         async with scene.running(host):
