@@ -291,8 +291,8 @@ class StageEngine(Protocol):
         adapter: str = "",
         order: float = 0.0,
     ) -> int:
-        """Begin a session of at most ``positions`` positions. Raises ``UserError`` if the model supports fewer,
-        ``ResourceError`` if fewer are reserved.
+        """Begin a session of at most ``positions`` positions. Raises ``UserError`` if the model supports fewer, or
+        fewer are reserved.
 
         Args:
             block_hashes: of the text's blocks, as of ``p2ptrain.core.serving.hash_blocks``.

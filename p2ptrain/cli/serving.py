@@ -38,7 +38,7 @@ from roles.serving.local_model import AdaptedModel, LocalModel, load_local_engin
 from roles.serving.model import ServedModel
 from roles.serving.worker_peer import ClientContext, WorkerAddress
 from roles.serving.worker_pool import workers_of
-from roles.verifier.drafters import Drafters, Vocabulary
+from roles.verifier.drafters import Drafters
 from roles.verifier.server import serve_texts
 from roles.verifier.service import USUAL_SESSIONS, VerifierService
 from wire.address import format_address
@@ -137,7 +137,7 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
             ]
         services, linked = list[VerifierService](), list[Drafters]()
         for directory, model, (text, form, _) in zip(directories, models, texts, strict=True):
-            drafters = Drafters(context, Vocabulary(model.vocab_size, text.tokenizer.digest))
+            drafters = Drafters(context, model.vocab_size, text.tokenizer.digest)
             stack.push_async_callback(drafters.close)
             service = VerifierService(
                 member.world,

@@ -206,7 +206,7 @@ async def _held_by_job(client: SeedClient, job: str) -> list[CheckpointInfo]:
 async def _model_of_worker(pool: WorkerPool, held: list[CheckpointInfo]) -> ModelReference:
     for item in held:
         if item.peer_id in pool.peers:
-            return await pool.model_at(item.path, worker=item.peer_id)
+            return await pool.model_at(item.path, item.peer_id)
     names = ", ".join(sorted({item.peer_name for item in held}))
     raise UserError(f"workers with checkpoints of job {held[0].job} are away: {names}", remedy="start them again")
 

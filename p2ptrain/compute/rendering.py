@@ -20,7 +20,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import IO, Any, cast
 
-from p2ptrain.core.errors import ConfigError, ResourceError, UserError
+from p2ptrain.core.errors import ConfigError, UserError
 
 Chat = tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]
 """The messages of a conversation, and what else the template finds."""
@@ -34,25 +34,18 @@ _COMMAND = (sys.executable, "-P", "-c", "from p2ptrain.compute.rendering import 
 
 
 class TemplateProcess:
-    """Renders for all threads, one request at a time. Those that wait while their template reaches a limit for another
-    chat are refused: otherwise a chat would wait behind each that does."""
+    """Renders for all threads, one request at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ended: dict[str, int] = {}  # how often each template, of which few are in use, has reached a limit
         self._process: subprocess.Popen[bytes] | None = None
         atexit.register(self._stop)
 
     def render(self, template: str, chats: Sequence[Chat], whose: str, date: str = "") -> list[str]:
         """The texts of conversations. ``whose``: the name of the template's model, for messages. ``date``: that the
         template prints, as ``2026-11-28``; empty: today's, in UTC. Raises ``ConfigError``: the template reached a
-        limit, or ended its process; ``UserError``: the template fails for a conversation; ``ResourceError``: this one
-        waited while the template reached a limit for another."""
-        ended = self._ended.get(template, 0)
+        limit, or ended its process; ``UserError``: the template fails for a conversation."""
         with self._lock:
-            if self._ended.get(template, 0) > ended:
-                text = f"the chat template of {whose} reached a limit for another chat while this one waited"
-                raise ResourceError(text, remedy="send it again")
             process = self._started()
             request = json.dumps([template, chats, date]).encode()
             try:
@@ -65,9 +58,7 @@ class TemplateProcess:
                 self._stop()  # else the next request would get this one's answer
                 raise
             if not line.endswith(b"\n"):
-                self._ended[template] = self._ended.get(template, 0) + 1
-                text = f"the chat template of {whose} {self._why_ended()}"
-                raise ConfigError(text, remedy=_REMEDY)
+                raise ConfigError(f"the chat template of {whose} {self._why_ended()}", remedy=_REMEDY)
         texts, problem = json.loads(line)
         if problem:
             has_system = any(message.get("role") == "system" for messages, _ in chats for message in messages)

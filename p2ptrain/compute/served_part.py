@@ -320,8 +320,8 @@ class ServedPart:
         adapter: str = "",
         order: float = 0.0,
     ) -> int:
-        """See ``StageEngine``. Raises ``UserError``: the model's context is shorter, ``sampling`` is invalid, or the
-        session exists already; ``ResourceError``: there is too little memory, or there are ``MAX_SESSIONS`` sessions.
+        """See ``StageEngine``. Raises ``UserError``: the model's context, or the reserved memory, is shorter,
+        ``sampling`` is invalid, or the session exists already; ``ResourceError``: there are ``MAX_SESSIONS`` sessions.
         """
         if session in self._sessions:
             raise UserError(f"this part already has a session {session[:64]!r}", remedy="close it, or use another name")
@@ -332,8 +332,8 @@ class ServedPart:
             raise ResourceError(f"this part already has {MAX_SESSIONS} sessions, the maximum", remedy="close one")
         picker = Picker(sampling, selects_first=self._compute_device.kind == "cuda")
         if blocks_of(positions) > (most := self._tables.pool.count):
-            text = f"a text of {positions} tokens does not fit: this part has memory for {most * BLOCK_POSITIONS}"
-            raise ResourceError(text, remedy="ask for fewer tokens")
+            text = f"a text of {positions} tokens does not fit: there is memory for {most * BLOCK_POSITIONS}"
+            raise UserError(text, remedy="ask for fewer tokens, or give it more memory: --memory")
         self._sessions[session] = _Session(picker if self._model.part.last else None, adapter)
         hashes = () if self._keeps_ids else own_hashes(adapter, block_hashes)
         return self._tables.open(session, positions, hashes, order)

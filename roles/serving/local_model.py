@@ -16,7 +16,7 @@ from pathlib import Path
 
 from p2ptrain.compute import first_import
 from p2ptrain.core.activations import IDS, encode_ids
-from p2ptrain.core.errors import ConnectionLost, P2PTrainError, Refused, ResourceError, UserError
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError, Refused, ResourceError
 from p2ptrain.core.serving import (
     BLOCK_POSITIONS,
     HashedIds,
@@ -28,7 +28,6 @@ from p2ptrain.core.serving import (
     hash_blocks,
     round_to_blocks,
 )
-from p2ptrain.core.texts import human_bytes
 from p2ptrain.core.world import Clock
 from roles.background import Background
 from roles.compute_thread import ComputeThread
@@ -174,9 +173,7 @@ class LocalModel:
             took_s = self._clock.now() - began
             for session in batch:
                 work, result = passes[session.name], ran[session.name]
-                # Alone and from its first position, it will never have room.
-                has_others = len(batch) > 1 or self._others_have_memory(session)
-                if isinstance(result, Preempted) and (work.keep or has_others):
+                if isinstance(result, Preempted):
                     session.restart()
                     self.preemptions += 1
                 else:
@@ -201,9 +198,6 @@ class LocalModel:
             begun.append(session)
             room -= session.needs_positions
 
-    def _others_have_memory(self, session: LocalSession) -> bool:
-        return any(other.computed for other in self.sessions if other is not session)
-
     def _fail_all(self, error: BaseException) -> None:
         failure = ResourceError(f"the model's queue failed: {type(error).__name__}: {error}")
         for session in self.sessions:
@@ -213,15 +207,6 @@ class LocalModel:
         if self._closed:
             raise Refused(RefusalCode.SHUTTING_DOWN, "the model is being released", remedy="try again later")
         check_positions(positions, self.context)
-        most = self._most_positions
-        if most and (needed := round_to_blocks(positions)) > (fitting := most - most % BLOCK_POSITIONS):
-            need_bytes, most_bytes = (count * self.engine.cache_position_bytes for count in (needed, most))
-            raise UserError(
-                f"a session of {positions} positions takes {human_bytes(need_bytes)}, but sessions may take only "
-                f"{human_bytes(most_bytes)}",
-                remedy=(f"ask for at most {fitting} positions, or " if fitting else "")
-                + "give it more memory: --memory",
-            )
         if self._max_sessions and len(self.sessions) >= self._max_sessions:
             raise Refused(RefusalCode.BUSY, f"{self._max_sessions} sessions are open", remedy=CLOSE_REMEDY)
 

@@ -326,29 +326,16 @@ class WorkerPool:
         spares = tuple(seat for seat in seats if seat.id not in used)
         return ChainPlan(dtype, weights, wanted, made, spares, is_loaded)
 
-    async def model_at(self, path: str, *, worker: str = "") -> ModelReference:
-        """Open the model in the directory ``path`` of a worker, which sends it to others while this client stays.
-
-        ``worker``: name or id; empty: any. Raises ``Refused``: none has a model there. ``UserError``: no such worker.
-        """
-        asked = [peer for peer in self.peers.values() if worker in ("", peer.name, peer.worker.peer_id)]
-        if not asked:
-            names = ", ".join(sorted(peer.name for peer in self.peers.values()))
-            raise UserError(f"there is no worker {worker!r}", remedy=f"use one of {names}")
-        problems = []
-        for peer in asked:
-            try:
-                answer = await peer.ask("model.open", {"path": path}, timeout_s=MODEL_OPEN_S)
-                model_id, config = answer.get("model"), answer.get("config")
-                if not isinstance(model_id, str) or not is_id(model_id) or not isinstance(config, str):
-                    raise ProtocolError(f"{peer.name} answered model.open without a model")
-            except (Refused, NetworkError, ProtocolError) as problem:
-                problems.append(problem.message)
-                continue
-            name = path.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1] or path
-            return ModelReference(model_id, name, config, sender=peer.worker, path=path)
-        text = f"no worker has a model at {path}: {'; '.join(problems)}"
-        raise Refused("no-model", text, remedy="name a directory with config.json and *.safetensors on one of them")
+    async def model_at(self, path: str, peer_id: str) -> ModelReference:
+        """Open the model in the directory ``path`` of a connected worker, which sends it to others while this client
+        stays. Raises ``Refused``: it has no model there; ``NetworkError``, ``ProtocolError``: the worker fails."""
+        peer = self.peers[peer_id]
+        answer = await peer.ask("model.open", {"path": path}, timeout_s=MODEL_OPEN_S)
+        model_id, config = answer.get("model"), answer.get("config")
+        if not isinstance(model_id, str) or not is_id(model_id) or not isinstance(config, str):
+            raise ProtocolError(f"{peer.name} answered model.open without a model")
+        name = path.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1] or path
+        return ModelReference(model_id, name, config, sender=peer.worker, path=path)
 
     async def files(self, model: ModelReference, names: Sequence[str]) -> dict[str, bytes]:
         """Read files that come with a model, such as its tokenizer's. Missing files are left out. Raises

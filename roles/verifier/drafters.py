@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 
 from p2ptrain.core.activations import encode_ids
@@ -51,14 +51,6 @@ MISBEHAVED_S, LONGEST_S = 60.0, 3600.0
 PING_S = 5.0
 USUAL_PASS_S = 0.05
 """Assumed time of a verifier's pass, for the comparison of drafters."""
-
-
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """The vocabulary of a verifier's sessions. ``tokenizer``: a digest."""
-
-    vocab_size: int
-    tokenizer: str
 
 
 class DraftSession:
@@ -103,7 +95,7 @@ class DrafterLink:
     """
 
     def __init__(self, drafters: Drafters, at: DrafterAddress) -> None:
-        self.at, self.tokens = at, drafters.tokens
+        self.at = at
         self.model = DrafterModel()
         self.line: Line | None = None
         self.is_connected = False
@@ -251,7 +243,7 @@ class DrafterLink:
             case Drafts(position):
                 if not session.is_ready:
                     raise ProtocolError("it drafted for a session that is not ready")
-                tokens = ids_untrusted(message.tokens, vocab_size=self.tokens.vocab_size)
+                tokens = ids_untrusted(message.tokens, vocab_size=self._drafters.vocab_size)
                 session.text.take_drafts(received.generation, position, tokens)
             case StreamRefused():
                 self._report_problem(refused_untrusted(message))
@@ -262,11 +254,11 @@ class Drafters:
     """The drafters of a verifier. Needs a running loop.
 
     Args:
-        tokens: vocabulary of the verifier's model.
+        vocab_size, tokenizer: of the verifier's model; the latter is a digest.
     """
 
-    def __init__(self, context: ClientContext, tokens: Vocabulary) -> None:
-        self.context, self.tokens = context, tokens
+    def __init__(self, context: ClientContext, vocab_size: int, tokenizer: str) -> None:
+        self.context, self.vocab_size, self.tokenizer = context, vocab_size, tokenizer
         self._links: dict[str, DrafterLink] = {}  # by peer id
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._listed: set[str] = set()
@@ -306,7 +298,7 @@ class Drafters:
         return sorted(self.connected_links(), key=lambda link: link.model.token_s(USUAL_PASS_S, sessions=link.sessions))
 
     def _fits(self, at: DrafterAddress) -> bool:
-        if at.tokenizer == self.tokens.tokenizer:
+        if at.tokenizer == self.tokenizer:
             return True
         if at.peer_id != self._unfit:
             self._unfit = at.peer_id
@@ -403,16 +395,16 @@ class TextDrafts:
         link = next((link for link in self._drafters.best() if link not in self._tried), None)
         if link is not None:
             self._tried.add(link)
-            self._session = link.open(self._opening(self._drafters.tokens), self._ids, self)
+            self._session = link.open(self._opening(self._drafters), self._ids, self)
 
-    def _opening(self, tokens: Vocabulary) -> DraftOpen:
+    def _opening(self, drafters: Drafters) -> DraftOpen:
         draws = self._sampling
         return DraftOpen(
             count=len(self._ids),
             prompt=self._core.decoding.prompt_tokens,
             positions=self._positions,
-            vocab_size=tokens.vocab_size,
-            tokenizer=tokens.tokenizer,
+            vocab_size=drafters.vocab_size,
+            tokenizer=drafters.tokenizer,
             temperature=draws.temperature,
             top_k=draws.top_k,
             top_p=draws.top_p,

@@ -411,6 +411,8 @@ def test_what_a_whole_tells(tmp_path: Path) -> None:
     whole = make("llama-tied", tmp_path, dtype=torch.bfloat16, max_shard_size="100KB")
     heard: list[tuple[int, int]] = []
     part = load_whole(tmp_path, device="cpu", on_bytes=lambda *both: heard.append(both))
+    with pytest.raises(UserError, match="there is memory for 0"):
+        part.open("s", positions=1, sampling=GREEDY)
     assert (part.context, part.vocab_size, part.encoding) == (128, VOCAB, "bf16")
     assert (part.spec.start, part.spec.stop, part.spec.layers) == (0, 6, 6)
     assert part.weights_bytes == sum(parameter.nbytes for parameter in whole.parameters()) == heard[-1][1]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from p2ptrain.compute.rendering import TemplateProcess
 from p2ptrain.compute.text import (
     ASSISTANT,
     SYSTEM,
@@ -30,7 +27,7 @@ from p2ptrain.compute.text import (
     Turn,
 )
 from p2ptrain.compute.tokenizer import Tokenizer
-from p2ptrain.core.errors import ConfigError, ResourceError, UserError
+from p2ptrain.core.errors import ConfigError, UserError
 
 BYTES = Tokenizer.of_bytes().backend
 
@@ -234,27 +231,6 @@ def test_a_hostile_template_ends_at_its_limit_and_the_next_chat_goes_on(
     assert type(caught.value) is error
     assert str(tmp_path / "bad") in caught.value.message
     assert bytes(forms[1].ids(TURNS)).decode().startswith("<system>Be brief.")
-
-
-def test_chats_do_not_wait_behind_each_that_reaches_a_limit() -> None:
-    process, all_ask = TemplateProcess(), threading.Barrier(4)
-
-    def rendered(zeros: str, template: str = "{{ 7 ** (10 ** messages[0].content | int) }}") -> str:
-        if zeros:
-            all_ask.wait(30)
-        try:
-            return process.render(template, [([{"role": "user", "content": zeros or "0"}], {})], "it")[0]
-        except (ConfigError, ResourceError) as error:
-            return error.message
-
-    with ThreadPoolExecutor(4) as pool:
-        texts = sorted(pool.map(rendered, ["9"] * 4))
-    assert texts[:3] == ["the chat template of it reached a limit for another chat while this one waited"] * 3
-    assert texts[3] == "the chat template of it takes more than 2 s of processor time"
-    assert rendered("") == "7"
-
-
-# --------------------------------------------------------------------------------------------------- the context
 
 
 def asked(conversation: Conversation, *texts: str) -> None:

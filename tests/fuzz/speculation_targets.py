@@ -19,7 +19,7 @@ from roles.drafter.drafting import (
     refused_untrusted,
     verdict_untrusted,
 )
-from roles.verifier.drafters import Drafters, Vocabulary
+from roles.verifier.drafters import Drafters
 from tests.roles.drafter_hosts import (
     CONFIG,
     PORT,
@@ -140,7 +140,7 @@ async def _asked(said: list[tuple[Message, int, int, bytes]]) -> None:
     """A hostile verifier beside an honest one, whose text must come, and sooner, all the same."""
     network = MemoryNetwork()
     host = DrafterHost("d", network.at("d"), model_serves(Wobbly(1.0)))
-    source = Drafters(around_of(network.at("v")), Vocabulary(VOCAB, TOKENIZER))
+    source = Drafters(around_of(network.at("v")), VOCAB, TOKENIZER)
     async with drafter_hosts([host]):
         hello = local_hello(peer_id="liar", name="liar", roles=["verifier"], purpose="draft")
         connection, _ = await dial(network.at("liar"), "d", PORT, hello, timeout_s=5)
@@ -193,7 +193,7 @@ async def _drafted(said: list[list[tuple[Message, int, int]]]) -> None:
 
     liar = Liar("liar", network.at("liar"), says)
     host = DrafterHost("d", network.at("d"), model_serves(Wobbly(0.8)))
-    source = Drafters(around_of(network.at("v")), Vocabulary(VOCAB, TOKENIZER))
+    source = Drafters(around_of(network.at("v")), VOCAB, TOKENIZER)
     async with drafter_hosts([liar, host]):
         source.update_list([liar.at, host.at])
         await asyncio.sleep(1)

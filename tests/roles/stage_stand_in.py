@@ -210,6 +210,8 @@ class StandInStage:
             )
         if session in self.sessions:
             raise UserError(f"there is a session {session!r} on this part", remedy="close it first")
+        if self.pool_blocks and positions > (most := self.pool_blocks * BLOCK_POSITIONS):
+            raise UserError(f"{positions} positions, and there is memory for {most}", remedy="ask for fewer tokens")
         state = self.sessions[session] = _Session(positions, sampling, order=order)
         self.sessions = dict(sorted(self.sessions.items(), key=lambda item: item[1].order))
         for block_hash in block_hashes:

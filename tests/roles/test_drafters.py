@@ -11,7 +11,7 @@ import pytest
 
 from p2ptrain.core.serving import Sampling
 from p2ptrain.lab.memory import MemoryNetwork
-from roles.verifier.drafters import Drafters, Vocabulary
+from roles.verifier.drafters import Drafters
 from tests.roles.drafter_hosts import (
     CONFIG,
     TOKENIZER,
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.virtual_time
 PROMPT = [5, 80, 11, 11, 3]
 SEEDED = Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=4)
 GREEDY = Sampling(temperature=0)
-TOKENS = Vocabulary(VOCAB, TOKENIZER)
+TOKENS = (VOCAB, TOKENIZER)
 
 
 class Scene:

@@ -17,7 +17,7 @@ from p2ptrain.lab.memory import MemoryNetwork
 from roles.drafter.draft_server import MAX_CALLERS
 from roles.drafter.drafting import DraftVerdict
 from roles.line import Line
-from roles.verifier.drafters import Drafters, Vocabulary
+from roles.verifier.drafters import Drafters
 from tests.roles.drafter_hosts import (
     CONFIG,
     PORT,
@@ -69,7 +69,7 @@ async def test_many_bad_drafters_do_not_displace_a_good_one(says: Says) -> None:
     network = MemoryNetwork()
     liars = [Liar(f"bad{number}", network.at(f"bad{number}"), says) for number in range(6)]
     good = DrafterHost("good", network.at("good"), model_serves(Wobbly(0.9)))
-    source = Drafters(around_of(network.at("verifier")), Vocabulary(VOCAB, TOKENIZER))
+    source = Drafters(around_of(network.at("verifier")), VOCAB, TOKENIZER)
     async with drafter_hosts([*liars, good]):
         source.update_list([*(liar.at for liar in liars), good.at])
         for _ in range(12):
@@ -115,7 +115,7 @@ async def test_a_drafter_that_violates_the_protocol_is_dropped_and_reported_once
     good = DrafterHost("good", network.at("good"), model_serves(Wobbly(0.9)))
     told: list[tuple[str, str, str]] = []
     context = around_of(network.at("verifier"), lambda *notice: told.append(notice))
-    source = Drafters(context, Vocabulary(VOCAB, TOKENIZER))
+    source = Drafters(context, VOCAB, TOKENIZER)
     async with drafter_hosts([liar, good]):
         source.update_list([liar.at, good.at])
         await asyncio.sleep(1)
@@ -137,7 +137,7 @@ async def test_a_drafter_that_violates_the_protocol_is_dropped_and_reported_once
 async def test_a_drafter_that_is_silent_is_lost_in_seconds() -> None:
     network = MemoryNetwork()
     good = DrafterHost("good", network.at("good"), model_serves(Wobbly(1.0)))
-    source = Drafters(around_of(network.at("verifier")), Vocabulary(VOCAB, TOKENIZER))
+    source = Drafters(around_of(network.at("verifier")), VOCAB, TOKENIZER)
     async with drafter_hosts([good]):
         source.update_list([good.at])
         await asyncio.sleep(1)
@@ -212,7 +212,7 @@ async def drafter_beside(
     """A drafter, and an honest session for which it drafts to its end."""
     network = MemoryNetwork()
     host = DrafterHost("d", network.at("d"), serves or model_serves(engine or Wobbly(1.0)), options=options)
-    source = Drafters(around_of(network.at("honest")), Vocabulary(VOCAB, TOKENIZER))
+    source = Drafters(around_of(network.at("honest")), VOCAB, TOKENIZER)
     async with drafter_hosts([host]):
         source.update_list([host.at])
         await asyncio.sleep(1)
@@ -292,7 +292,7 @@ async def test_a_session_longer_than_the_drafters_context_is_drafted_for_up_to_i
     host = DrafterHost("d", network.at("d"), model_serves(Wobbly(1.0), context=40))
     told: list[str] = []
     context = around_of(network.at("honest"), lambda level, kind, text: told.append(text))
-    source = Drafters(context, Vocabulary(VOCAB, TOKENIZER))
+    source = Drafters(context, VOCAB, TOKENIZER)
     async with drafter_hosts([host]):
         source.update_list([host.at])
         await asyncio.sleep(1)

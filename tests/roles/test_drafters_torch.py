@@ -12,7 +12,7 @@ from p2ptrain.compute.served_part import load_whole
 from p2ptrain.core.serving import Sampling
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from roles.serving.model import DecodingStats
-from roles.verifier.drafters import Drafters, Vocabulary
+from roles.verifier.drafters import Drafters
 from tests.compute.families import VOCAB, make, opened
 from tests.roles.drafter_hosts import DrafterHost, Written, around_of, drafter_hosts, model_serves, write
 
@@ -34,7 +34,7 @@ def alone_and_drafted(verifier: Path, drafter: Path, sampling: Sampling) -> tupl
     async def main() -> tuple[Written, Written]:
         network = MemoryNetwork()
         host = DrafterHost("d", network.at("d"), model_serves(engine, tokenizer="a", context=engine.context or 0))
-        source = Drafters(around_of(network.at("v")), Vocabulary(target.vocab_size, "a"))
+        source = Drafters(around_of(network.at("v")), target.vocab_size, "a")
         plain = await write(None, PROMPT, TOKENS, sampling, target=target)
         async with drafter_hosts([host]):
             source.update_list([host.at])

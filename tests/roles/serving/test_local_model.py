@@ -214,9 +214,8 @@ async def test_sessions_and_their_memory_are_bounded() -> None:
         with refused(UserError, "context of 200") as caught:
             await target.open(positions=201, sampling=GREEDY, sample_from=1)
         assert "200" in caught.value.remedy
-        with refused(UserError, r"takes \d[^,]* KiB, but sessions may take only \d") as caught:
-            await target.open(positions=129, sampling=GREEDY, sample_from=1)
-        assert "128 positions" in caught.value.remedy, "whole blocks"
+        with refused(UserError, "there is memory for 192"):
+            await target.open(positions=193, sampling=GREEDY, sample_from=1)
         with refused(UserError, "0 positions"):
             await target.open(positions=0, sampling=GREEDY, sample_from=1)
         one, _ = [await target.open(positions=100, sampling=GREEDY, sample_from=1) for _ in range(2)]
@@ -310,17 +309,6 @@ async def test_memory_grows_with_the_sessions_as_far_as_there_is_some() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_pass_that_never_has_room_fails() -> None:
-    engine = engine_of()
-    async with target_of(engine) as target:
-        engine.reserve = lambda positions: None  # type: ignore[method-assign]
-        engine.pool_blocks = 1
-        session = await target.open(positions=150, sampling=GREEDY, sample_from=1)
-        with refused(ResourceError, "older sessions"):
-            await session.append(PassRequest(0, (1,) * 65, 1))
-
-
-@pytest.mark.virtual_time
 async def test_texts_that_begin_alike_share_what_is_computed() -> None:
     engine = engine_of()
     batches = batches_of(engine)
@@ -373,13 +361,6 @@ async def test_model_computes_new_sessions_after_a_defect() -> None:
         await session.close()
         await again.close()
     assert len(unexpected) == 1
-
-
-async def test_memory_without_room_for_a_position_is_a_limit() -> None:
-    engine = engine_of()
-    async with target_of(engine, cache_bytes=engine.cache_position_bytes - 1) as target:
-        with refused(UserError, "sessions may take only"):
-            await target.open(positions=60, sampling=GREEDY, sample_from=1)
 
 
 @pytest.mark.virtual_time

@@ -22,7 +22,7 @@ from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, Network, World
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.serving.model import PassRequest, PassResult
-from roles.verifier.drafters import Drafters, Vocabulary
+from roles.verifier.drafters import Drafters
 from roles.verifier.service import VerifierService
 from tests.roles.drafter_hosts import TOKENIZER, DrafterHost, Wobbly, around_of, drafter_hosts, model_serves
 from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part, tokens_of
@@ -138,7 +138,7 @@ async def connected_drafters(
         DrafterHost(f"d{number}", network.at(f"d{number}"), model_serves(Wobbly(alpha, config=CONFIG, layers=2)))
         for number in range(1, count + 1)
     ]
-    drafters = Drafters(around_of(network.at("verifier")), Vocabulary(256, TOKENIZER))
+    drafters = Drafters(around_of(network.at("verifier")), 256, TOKENIZER)
     async with drafter_hosts(hosts):
         drafters.update_list([host.at for host in hosts])
         await asyncio.sleep(1)  # virtual: they are connected
