@@ -21,7 +21,7 @@ from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.tokenizer_files import TEXT_FILES
 from p2ptrain.core.world import real_world
-from roles.serving.chain import LoadProgress, StageChain
+from roles.serving.chain import StageChain
 from roles.serving.worker_peer import ClientContext, WorkerAddress
 from roles.serving.worker_pool import (
     ChainPlan,
@@ -54,12 +54,12 @@ class PlannedSplit:
     async def load(self, plan: ChainPlan | None = None, console: Console | None = None) -> StageChain:
         """Have the workers load their parts, and show the progress. Raises as ``StageChain.load``."""
         plan, console, encodings = plan or self.plan, console or self.console, self.options.encodings
-        stages = [LoadProgress(index, "", 0, stage.weights_bytes) for index, stage in enumerate(plan.placement.stages)]
+        loaded_bytes = [(0, stage.weights_bytes) for stage in plan.placement.stages]
 
-        def show(progress: LoadProgress) -> None:
-            stages[progress.index] = progress
+        def show(index: int, done_bytes: int, total_bytes: int) -> None:
+            loaded_bytes[index] = done_bytes, total_bytes
             if not plan.loaded:
-                console.loading(sum(stage.done_bytes for stage in stages), sum(stage.total_bytes for stage in stages))
+                console.loading(*map(sum, zip(*loaded_bytes, strict=True)))
 
         try:
             return await StageChain.load(

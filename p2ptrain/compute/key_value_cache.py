@@ -97,10 +97,6 @@ class KeyValueMemory:
         empty = [[torch.zeros(0, *each, dtype=dtype, device=device) for each in (s.keys, s.values)] for s in shapes]
         self.layers: list[tuple[Tensor, Tensor]] = [(keys, values) for keys, values in empty]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(keys.nbytes + values.nbytes for keys, values in self.layers)
-
     def grow(self, positions: int) -> None:
         """Allocate memory for so many positions. Those that it had keep their content."""
         for index, layer in enumerate(self.layers):

@@ -291,11 +291,6 @@ class ServedPart:
         self.weights_bytes += self._adapters.add(name, table, DTYPES[self.encoding], self._compute_device.torch_device)
 
     @property
-    def cache_bytes(self) -> int:
-        """Memory for keys and values."""
-        return self._memory.nbytes
-
-    @property
     def free_positions(self) -> int:
         """See ``StageEngine``."""
         return self._tables.pool.available * BLOCK_POSITIONS

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 from p2ptrain.core.errors import (
@@ -44,19 +45,8 @@ LOOK_S, AGAIN_S = 1.0, 10.0
 """Interval between two looks at the list of workers, and before one that was not reached is dialled again."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadProgress:
-    """Progress of loading a part. ``received_bytes``, over the wire, is known at its end only."""
-
-    index: int
-    name: str
-    done_bytes: int
-    total_bytes: int
-    ready: bool = False
-    received_bytes: int = 0
-
-
-OnProgress = Callable[[LoadProgress], None]
+OnProgress = Callable[[int, int, int], None]
+"""Called with the number of a stage, and of its part the bytes that are loaded, and all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +104,7 @@ class StageChain:
         *,
         context: int | None = None,
         encodings: tuple[str, str] = ("", ""),
-        on_progress: OnProgress = lambda progress: None,
+        on_progress: OnProgress = lambda index, done_bytes, total_bytes: None,
     ) -> Self:
         """Have each worker of the plan load its part, concurrently. A spare replaces a worker that cannot.
 
@@ -320,7 +310,7 @@ class StageChain:
     async def _refill(self, index: int) -> None:
         began = self.client.world.clock.now()
         try:
-            await self._fill(index, lambda progress: None)
+            await self._fill(index, lambda index, done_bytes, total_bytes: None)
         except P2PTrainError as problem:
             if index not in self.lacking:
                 self.lacking.add(index)
@@ -383,14 +373,6 @@ class StageChain:
 
     async def _load_at(self, index: int, peer: WorkerPeer, on_progress: OnProgress) -> LoadedPart:
         plan, stage = self.plan, self.plan.stages[index]
-        last = LoadProgress(index, peer.name, 0, 0)
-        on_progress(last)
-
-        def on_bytes(done_bytes: int, total_bytes: int) -> None:
-            nonlocal last
-            last = LoadProgress(index, peer.name, done_bytes, total_bytes)
-            on_progress(last)
-
         params = self.model.load_params(peer.worker) | {
             "start": stage.start,
             "stop": stage.stop,
@@ -403,9 +385,8 @@ class StageChain:
             await stack.enter_async_context(peer.load_lock)
             if self.model.source is not None:
                 await stack.enter_async_context(sending_model(self.client, self.model.source, peer.worker))
-            loaded = LoadedPart.from_map_untrusted(await peer.load(params, on_bytes))
-        total_bytes = last.total_bytes or loaded.weights_bytes
-        on_progress(LoadProgress(index, peer.name, total_bytes, total_bytes, True, loaded.received_bytes))
+            loaded = LoadedPart.from_map_untrusted(await peer.load(params, partial(on_progress, index)))
+        on_progress(index, loaded.weights_bytes, loaded.weights_bytes)
         return loaded
 
 

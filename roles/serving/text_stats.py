@@ -94,7 +94,7 @@ class TextStats:
         began_at: float,
         prompt_tokens: int,
         cached_tokens: int,
-        pace: RecentPace | None = None,
+        pace: RecentPace,
     ) -> None:
         self._core, self._pace = core, pace
         self._began_at, self._first_at, self._last_at = began_at, 0.0, 0.0
@@ -112,9 +112,8 @@ class TextStats:
     def add_tokens(self, count: int, now: float) -> None:
         if not self._tokens:
             self._first_at = now
-            if self._pace is not None:
-                self._pace.add_first(now - self._began_at, self._prompt_tokens, self._cached_tokens, now)
-        elif self._pace is not None:
+            self._pace.add_first(now - self._began_at, self._prompt_tokens, self._cached_tokens, now)
+        else:
             self._pace.add_next(now - self._last_at, now)
         self._tokens += count
         self._last_at = now

@@ -31,6 +31,7 @@ SeedRequest = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
 """A request to the seed, such as ``SeedClient.request``."""
 
 OFFER_S = 120.0  # before its first offer a worker measures its memory speed, and it may be busy with others
+MEASURE_S = 1.5  # of links between workers
 MODEL_OPEN_S = 600.0  # a worker hashes a model before it first sends it: seconds per gigabyte
 
 
@@ -295,7 +296,6 @@ class WorkerPool:
         weights: str = "",
         stages: int | None = None,
         without: Collection[str] = (),
-        measure_s: float = 2.0,
     ) -> ChainPlan:
         """Measure the relevant links and place the model. A chain of parts that are loaded already is used again.
 
@@ -310,7 +310,7 @@ class WorkerPool:
         """
         there = [peer for id, peer in self.peers.items() if not peer.lost and id not in without]
         seats = [self.candidate_of(peer) for peer in there]
-        await self._measure(seats, measure_s)
+        await self._measure(seats)
         wanted = ServingWorkload(
             sizes, round_to_blocks(positions), activation_bytes, self.context.peer_id, dict(self.links)
         )
@@ -361,22 +361,20 @@ class WorkerPool:
 
     # ------------------------------------------------------------------------------------------------------ internals
 
-    async def _measure(self, seats: Sequence[CandidateWorker], measure_s: float) -> None:
+    async def _measure(self, seats: Sequence[CandidateWorker]) -> None:
         likely = sorted(seats, key=lambda seat: (-min(seat.memory_bytes / seat.byte_s, 1e300), seat.id))
         chosen = [seat.id for seat in likely[:8]]
-        if len(chosen) > 1 and measure_s > 0.5:
-            await asyncio.gather(*(self._measure_from(here, chosen, measure_s) for here in chosen))
+        await asyncio.gather(*(self._measure_from(here, chosen) for here in chosen))
 
-    async def _measure_from(self, here: str, others: Sequence[str], measure_s: float) -> None:
+    async def _measure_from(self, here: str, others: Sequence[str]) -> None:
         me = self.peers[here]
         # Each pair is measured from one side: a link is assumed to be symmetric.
         wanted = [self.peers[other].worker for other in others if here < other and (here, other) not in self.links]
         if not wanted:
             return
-        # 0.5 s remain for the answers.
-        params = {"peers": [worker.address_for(me.worker) for worker in wanted], "deadline_s": measure_s - 0.5}
+        params = {"peers": [worker.address_for(me.worker) for worker in wanted], "deadline_s": MEASURE_S}
         try:
-            answer = await me.ask("links.measure", params, timeout_s=measure_s)
+            answer = await me.ask("links.measure", params, timeout_s=MEASURE_S + 0.5)
             found = measured_untrusted(answer, {worker.peer_id for worker in wanted})
         except P2PTrainError as problem:  # an unknown link counts as the median
             self.context.notify("info", "links", f"{me.name} did not measure its links: {problem.message}")

@@ -74,9 +74,9 @@ class DrafterModel:
 
     FADE = 0.97  # decay per comparison: about the last thirty count
 
-    def __init__(self, latency_s: float = 0.0, draft_s: float = 0.005) -> None:
-        self.latency_s = latency_s
-        self.draft = MovingAverage(draft_s)
+    def __init__(self) -> None:
+        self.latency_s = 0.0
+        self.draft = MovingAverage(0.005)
         self._agreed = self._tried = 0.0
 
     def add_comparison(self, agreed: int, *, failed: bool) -> None:

@@ -162,7 +162,8 @@ def test_interleaved_sessions_do_not_disturb_each_other(loaded: Callable[[str], 
     for number, tokens in enumerate(said):
         assert tokens == generated(whole, prompt(number + 3), 9, sampled)
     for part in parts:
-        assert part.cache_bytes == 4 * BLOCK_POSITIONS * part.cache_position_bytes
+        cache_bytes = sum(tensor.nbytes for layer in part._memory.layers for tensor in layer)
+        assert cache_bytes == 4 * BLOCK_POSITIONS * part.cache_position_bytes
         assert part.free_positions == 0
         for client in clients:
             part.close(client.name)

@@ -135,9 +135,7 @@ async def _generated(
     replica: WorkerPool, model: ModelReference, stages: list[Stage], said: list[tuple[int, Message]]
 ) -> None:
     sizes = ModelSizes((32,) * 3, (4 * WIDTH,) * 3, 4 * WIDTH * VOCAB, 4 * WIDTH * (VOCAB + 1))
-    plan = await replica.plan(
-        model, sizes, positions=64, activation_bytes=4 * WIDTH, dtype="fp32", stages=2, measure_s=0.0
-    )
+    plan = await replica.plan(model, sizes, positions=64, activation_bytes=4 * WIDTH, dtype="fp32", stages=2)
     chain = await StageChain.load(replica, model, plan)
     try:
         session = await chain.open(positions=9, sampling=Sampling(temperature=0), sample_from=3)

@@ -24,7 +24,7 @@ from roles.line import Line
 from roles.serving.local_model import LocalModel
 from roles.serving.model import Decoding, DecodingStats, PassRequest, PassResult
 from roles.serving.text_service import TextSession
-from roles.serving.text_stats import DrafterFacts, TextStats
+from roles.serving.text_stats import DrafterFacts, RecentPace, TextStats
 from roles.serving.worker_peer import ClientContext
 from roles.verifier.cost_model import BASELINE_STEPS, CostModel
 from roles.verifier.drafters import Drafters, TextDrafts
@@ -366,7 +366,7 @@ async def write(
     core = Speculation(decoding, cost_model or measured(pass_s))
     drafts = TextDrafts(source, core, positions=len(prompt) + tokens, sampling=sampling, now=now)
     writer: Any = SilentWriter()
-    stats = TextStats(decoding.stats, began_at=now(), prompt_tokens=len(prompt), cached_tokens=0)
+    stats = TextStats(decoding.stats, began_at=now(), prompt_tokens=len(prompt), cached_tokens=0, pace=RecentPace())
     text = TextSession(
         session,
         decoding,

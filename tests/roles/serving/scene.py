@@ -14,7 +14,7 @@ from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.memory import MemoryNetwork
-from roles.serving.chain import LoadProgress, StageChain
+from roles.serving.chain import StageChain
 from roles.serving.worker_peer import ClientContext, WorkerAddress
 from roles.serving.worker_pool import ChainPlan, ModelReference, WorkerPool, model_of_directory
 from tests.roles.stage_doubles import PORT, Stage
@@ -34,7 +34,7 @@ class Scene:
 
     Attributes:
         told: of the chain, to the person.
-        progress: of loading.
+        progress: of loading: stage, bytes that are loaded, and all.
     """
 
     network: MemoryNetwork
@@ -42,7 +42,7 @@ class Scene:
     workers: dict[str, Stage]
     context: ClientContext
     told: list[tuple[str, str, str]] = field(default_factory=list)
-    progress: list[LoadProgress] = field(default_factory=list)
+    progress: list[tuple[int, int, int]] = field(default_factory=list)
 
     def at(self) -> list[WorkerAddress]:
         return [WorkerAddress(name, name, name, PORT) for name in self.workers]
@@ -70,7 +70,12 @@ class Scene:
             model = await self.model()
             plan = await self.plan(replica, model, **options)
             chain = await StageChain.load(
-                replica, model, plan, context=CONTEXT, encodings=encodings, on_progress=self.progress.append
+                replica,
+                model,
+                plan,
+                context=CONTEXT,
+                encodings=encodings,
+                on_progress=lambda *loaded: self.progress.append(loaded),
             )
             try:
                 yield chain

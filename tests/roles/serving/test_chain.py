@@ -68,9 +68,9 @@ async def test_the_tokens_are_those_of_plain_decoding(scene: Scene, sampling: Sa
     await asyncio.sleep(1)  # virtual: what was told of their ends arrives
     assert set(scene.sessions().values()) == {0}
     assert sum(len(worker.stages.cache.parts) for worker in scene.workers.values()) == stages, "parts stay"
-    done = [item for item in scene.progress if item.ready]
-    assert sorted(item.index for item in done) == list(range(stages))
-    assert all(item.done_bytes == item.total_bytes > 0 for item in done)
+    last = {index: (done_bytes, total_bytes) for index, done_bytes, total_bytes in scene.progress}
+    assert sorted(last) == list(range(stages))
+    assert all(done_bytes == total_bytes > 0 for done_bytes, total_bytes in last.values())
 
 
 # --------------------------------------------------------------------------------------------------- whatever is lost

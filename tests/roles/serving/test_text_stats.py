@@ -25,7 +25,7 @@ def facts(peer_id: str, accepted: int = 0) -> DrafterFacts:
 
 
 def test_figures_name_each_drafter_once_and_fit_a_message() -> None:
-    stats = TextStats(DecodingStats(), began_at=0.0, prompt_tokens=1, cached_tokens=0)
+    stats = TextStats(DecodingStats(), began_at=0.0, prompt_tokens=1, cached_tokens=0, pace=RecentPace())
     right = {1: 5, 2: 3, 999: 4}
     came = [facts(f"{number % 2}" * 32, right.get(number, 0)) for number in range(1, 1001)]
     said = stats.as_map(1.0, [facts("", 7), *came])
