@@ -60,9 +60,8 @@ PURPOSES = {"verifier": ("generate",), "drafter": ("draft",)}
 """Role → the purposes for which its members are dialled."""
 ASK_S = 5.0
 """For the seed to arrange a circuit: it only sends messages."""
-REPORT_S = 1.0
-"""Interval of checks whether the ``Serving`` record changed, besides calls of ``changed``."""
-REPORT_INTERVAL_S = 0.1
+REPORT_S = 0.5
+"""Interval of checks whether a ``Serving`` record changed."""
 
 ALLOW = "allow"
 """Capability in a ``Hello``: the kinds of tasks that a worker's owner allows, with commas between."""
@@ -397,7 +396,6 @@ class ServingMember(MemberProcess):
         self._is_waiting: Callable[[], bool] = lambda: False
         self._announced: dict[str, Serving] = {}  # by model
         self._on_drafters: Callable[[tuple[DrafterAddress, ...]], None] = lambda drafters: None
-        self._changed = asyncio.Event()
         self._welcomed = asyncio.Event()
 
     # ----------------------------------------------------------------------------------------------- for the program
@@ -416,18 +414,13 @@ class ServingMember(MemberProcess):
     def serves(
         self, serving: Callable[[], Sequence[Serving]], *, is_waiting: Callable[[], bool] = lambda: False
     ) -> None:
-        """Report each model of ``serving()`` to the seed from now on: after ``changed``, and every second if it is
-        different. Models, vocabularies and tokenizers must stay the same. Neither function may block.
+        """Report each model of ``serving()`` to the seed from now on, within ``REPORT_S`` of a change. Models,
+        vocabularies and tokenizers must stay the same. Neither function may block.
 
         Args:
             is_waiting: returns whether a model waits for workers.
         """
         self._serving, self._is_waiting = serving, is_waiting
-        self.changed()
-
-    def changed(self) -> None:
-        """Have changed ``Serving`` records reported to the seed within ``REPORT_INTERVAL_S``."""
-        self._changed.set()
 
     def on_drafters(self, callback: Callable[[tuple[DrafterAddress, ...]], None]) -> None:
         """Call ``callback`` now, and again whenever ``drafters`` changes."""
@@ -464,19 +457,14 @@ class ServingMember(MemberProcess):
 
     async def _report_serving(self) -> None:
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(REPORT_S):
-                    await self._changed.wait()
-            self._changed.clear()
             for serving in self._serving() if self._link.up else ():
                 if serving != self._announced.get(serving.model):
                     self._link.send(serving)
                     self._announced[serving.model] = serving
-            await asyncio.sleep(REPORT_INTERVAL_S)  # collect further changes
+            await asyncio.sleep(REPORT_S)
 
     def _on_welcome(self, welcome: Welcome) -> None:
         self._announced.clear()
-        self.changed()
         self._welcomed.set()
 
     def _on_message(self, message: Message) -> None:

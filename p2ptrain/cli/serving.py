@@ -149,7 +149,6 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
                 drafters=drafters,
                 sessions=sessions,
                 positions=0 if whole else TYPICAL_POSITIONS,
-                on_change=member.changed,
             )
             stack.push_async_callback(partial(_leave, service))
             services.append(service)

@@ -40,11 +40,10 @@ from p2ptrain.compute.served_adapters import ServedAdapters, own_hashes
 from p2ptrain.compute.split_check import check_splits
 from p2ptrain.core.activations import IDS, activation_bytes
 from p2ptrain.core.adapters import file_of, is_adapter, read_adapter
-from p2ptrain.core.errors import ConfigError, JobFailed, P2PTrainError, ProtocolError, ResourceError, UserError
+from p2ptrain.core.errors import ConfigError, JobFailed, P2PTrainError, ProtocolError, UserError
 from p2ptrain.core.serving import BLOCK_POSITIONS, PartSpec, Pass, Ran, Sampling, blocks_of, check_positions
 from p2ptrain.core.tensor_files import MAX_CONFIG_BYTES, TensorTable, config_untrusted
 
-MAX_SESSIONS = 256
 _SMALLER_PART = "choose a smaller dtype, or split the model over more workers"
 _FEWER_SESSIONS = "close other sessions or programs, or give this peer fewer layers"
 
@@ -316,15 +315,12 @@ class ServedPart:
         order: float = 0.0,
     ) -> int:
         """See ``StageEngine``. Raises ``UserError``: the model's context, or the reserved memory, is shorter,
-        ``sampling`` is invalid, or the session exists already; ``ResourceError``: there are ``MAX_SESSIONS`` sessions.
-        """
+        ``sampling`` is invalid, or the session exists already."""
         if session in self._sessions:
             raise UserError(f"this part already has a session {session[:64]!r}", remedy="close it, or use another name")
         check_positions(positions, self.context)
         if adapter and adapter not in self._adapters.names:
             raise UserError(f"there is no adapter {adapter[:64]!r}", remedy="load it with the model")
-        if len(self._sessions) >= MAX_SESSIONS:
-            raise ResourceError(f"this part already has {MAX_SESSIONS} sessions, the maximum", remedy="close one")
         picker = Picker(sampling, selects_first=self._compute_device.kind == "cuda")
         if blocks_of(positions) > (most := self._tables.pool.count):
             text = f"a text of {positions} tokens does not fit: there is memory for {most * BLOCK_POSITIONS}"

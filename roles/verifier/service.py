@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -134,7 +133,6 @@ class VerifierService(ModelTextService):
         model, text, form, name, created, positions: as of ``ModelTextService``.
         drafters: None: there are none.
         sessions: texts written at a time. waiting: most requests that wait, each for ``WAIT_S`` at most.
-        on_change: called when a text begins or ends.
 
     Attributes:
         cost_model: what its texts have learned of drafters.
@@ -153,11 +151,10 @@ class VerifierService(ModelTextService):
         sessions: int = USUAL_SESSIONS,
         waiting: int = 32,
         positions: int = 0,
-        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(world, model, text, form=form, name=name, created=created, positions=positions)
         self.cost_model = CostModel()
-        self._drafters, self._on_change = drafters, on_change
+        self._drafters = drafters
         self._most_texts, self._most_waiting = sessions, waiting
         self._places = Places(sessions)
         self._figures = VerifierFigures()
@@ -182,7 +179,6 @@ class VerifierService(ModelTextService):
         session.begin(
             TextDrafts(drafters, core, positions=prepared.positions, sampling=prepared.sampling, now=self._now)
         )
-        self._on_change()
         if self._is_closed:
             await session.end(_leaving())
             raise _leaving()
@@ -239,7 +235,6 @@ class VerifierService(ModelTextService):
     def _end(self, session: TextSession) -> None:
         self._figures.end(session, self._now(), self.cost_model.step_s)
         self._places.give_back()
-        self._on_change()
 
 
 def _leaving() -> Refused:

@@ -60,7 +60,6 @@ class Program:
 
     def change(self, served: Serving) -> None:
         self.served = served
-        self.member.changed()
 
     def _told(self, drafters: tuple[DrafterAddress, ...]) -> None:
         self.heard.append([item.peer_id for item in drafters])
