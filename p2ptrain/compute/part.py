@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -324,7 +324,7 @@ class PartModel:
         width: elements of the hidden state of one position.
         tied_name: name in ``module`` of the matrix that the model's input and output share, if the first and the last
             stage each hold a copy and this is one of them; else "".
-        context, switches: see ``ContextLimit``.
+        context, switches: see ``context_limit``.
     """
 
     def __init__(
@@ -345,7 +345,7 @@ class PartModel:
             self.tied_name = next(name for name, parameter in named if parameter is ends.weight)
         self.width: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
-        self.context, self.switches = ContextLimit.of(config, is_whole=part.first and part.last)
+        self.context, self.switches = context_limit(config, is_whole=part.first and part.last)
         self.weights_bytes = tensors_bytes(self.module)
         self._cache_shapes = layout.cache_shapes[part.start : part.stop]
         self.cache_position_bytes = sum(shape.numel for shape in self._cache_shapes) * dtype.itemsize
@@ -422,25 +422,15 @@ class _HiddenStates:
         self.leaving = output[0] if isinstance(output, tuple) else output
 
 
-class ContextLimit(NamedTuple):
-    """How many positions a model has.
-
-    Attributes:
-        context: the most positions; None: no limit is set.
-        switches: numbers of positions beyond which ``longrope`` takes other frequencies, so that cached keys must be
-            computed again. Only a whole model has the token ids for that; a part ends there.
-    """
-
-    context: int | None
-    switches: list[int]
-
-    @classmethod
-    def of(cls, config: PretrainedConfig, *, is_whole: bool) -> ContextLimit:
-        rope = cast("dict[str, Any]", getattr(config, "rope_parameters", None) or {})
-        tables = [rope, *(table for table in rope.values() if isinstance(table, dict))]  # for all layers, or per kind
-        lengths = [t.get("original_max_position_embeddings") for t in tables if t.get("rope_type") == "longrope"]
-        switches = sorted({length for length in lengths if isinstance(length, int)})
-        context = getattr(config, "max_position_embeddings", None)
-        if is_whole:
-            return cls(context, switches)
-        return cls(min([*([context] if isinstance(context, int) else []), *switches], default=None), [])
+def context_limit(config: PretrainedConfig, *, is_whole: bool) -> tuple[int | None, list[int]]:
+    """The most positions of a model, None: no limit is set; and *switches*: numbers of positions beyond which
+    ``longrope`` takes other frequencies, so that cached keys must be computed again. Only a whole model has the token
+    ids for that; a part ends there."""
+    rope = cast("dict[str, Any]", getattr(config, "rope_parameters", None) or {})
+    tables = [rope, *(table for table in rope.values() if isinstance(table, dict))]  # for all layers, or per kind
+    lengths = [t.get("original_max_position_embeddings") for t in tables if t.get("rope_type") == "longrope"]
+    switches = sorted({length for length in lengths if isinstance(length, int)})
+    context = getattr(config, "max_position_embeddings", None)
+    if is_whole:
+        return context, switches
+    return min([*([context] if isinstance(context, int) else []), *switches], default=None), []

@@ -33,7 +33,7 @@ from p2ptrain.compute.key_value_cache import BatchCache, KeyValueMemory, Session
 from p2ptrain.compute.layout import LayerRange, NotSplit, layer_sizes, split_refusal
 from p2ptrain.compute.linears import RowPadding, can_pack, replace_linears
 from p2ptrain.compute.model import check_architecture, first_line, load_model, without_dropout
-from p2ptrain.compute.part import ContextLimit, OnBytes, PartAssembly, PartModel, tensors_bytes
+from p2ptrain.compute.part import OnBytes, PartAssembly, PartModel, context_limit, tensors_bytes
 from p2ptrain.compute.picking import Picker
 from p2ptrain.compute.quantized import choose_weights, quantize_linears
 from p2ptrain.compute.served_adapters import ServedAdapters, own_hashes
@@ -209,7 +209,7 @@ class _Session:
     Attributes:
         picker: of the last stage.
         adapter: its name; empty: the model itself.
-        ids: of a ``WholeModel``, or if the model has switches (``ContextLimit``): the token ids of all positions.
+        ids: of a ``WholeModel``, or if the model has switches (``context_limit``): the token ids of all positions.
         computed: number of positions whose keys are computed; with switches it may be less than those of ``ids``.
         passed_switches: number of switches that these keys are beyond.
         state: of a ``WholeModel``, see ``WholeModel.forward``.
@@ -241,11 +241,11 @@ class _ReadyPass:
 
 
 class ServedPart:
-    """Implements ``roles.engine.StageEngine``, which documents the attributes. ``context``: as in ``ContextLimit``.
+    """Implements ``roles.engine.StageEngine``, which documents the attributes. ``context``: as in ``context_limit``.
 
     Passes of several sessions are computed together if transformers lets the model's layers use our attention, as
     ``check_splits`` finds out. Of the families that it is tested with, falcon's do not. Models that compute their keys
-    again beyond some length (``ContextLimit.switches``), and those that do not split, compute one session at a time.
+    again beyond some length (``context_limit``), and those that do not split, compute one session at a time.
     """
 
     def __init__(
@@ -523,7 +523,7 @@ class WholeModel:
         layers = getattr(config, "num_hidden_layers", None) or 1
         self.part = LayerRange(0, layers, layers)
         self.width, self.vocab_size = getattr(config, "hidden_size", 0), int(config.vocab_size)
-        self.context, self.switches = ContextLimit.of(config, is_whole=True)
+        self.context, self.switches = context_limit(config, is_whole=True)
         self.weights_bytes = tensors_bytes(model)
 
     def new_memory(self) -> KeyValueMemory:

@@ -83,25 +83,6 @@ class _Session:
     task: asyncio.Task[None] | None = None
 
 
-class Gauge:
-    """A drafter's figures: of the last seconds, and totals.
-
-    Attributes:
-        draft: time of a draft.
-        tokens: drafted tokens per second.
-        right: accepted drafts. wrong: contradicted ones, without the drafts after them.
-    """
-
-    def __init__(self) -> None:
-        self.draft, self.tokens = MovingAverage(), Rate()
-        self.right = self.wrong = 0
-
-    def figures(self, now: float) -> dict[str, float]:
-        judged = self.right + self.wrong
-        alpha = {"alpha": self.right / judged} if judged else {}
-        return alpha | {"tokens_per_s": self.tokens.per_s(now)}
-
-
 class DraftServer:
     """See the module's docstring.
 
@@ -110,7 +91,7 @@ class DraftServer:
         on_news: gets lines for people about verifiers that come and go.
 
     Attributes:
-        gauge: figures of its work.
+        right: accepted drafts. wrong: contradicted ones, without the drafts after them.
     """
 
     def __init__(
@@ -124,7 +105,8 @@ class DraftServer:
     ) -> None:
         self._model, self._name, self._tokenizer = model, name, tokenizer
         self._on_news = on_news
-        self.gauge = Gauge()
+        self._draft_time, self._draft_rate = MovingAverage(), Rate()
+        self.right = self.wrong = 0
         self._now = world.clock.now
         self._callers: set[_Caller] = set()
         self._sessions: set[_Session] = set()
@@ -136,7 +118,9 @@ class DraftServer:
 
     def describe(self) -> list[Serving]:
         """What the seed lists of this drafter."""
-        model, stats = self._model, self.gauge.figures(self._now())
+        model, stats = self._model, {"tokens_per_s": self._draft_rate.per_s(self._now())}
+        if judged := self.right + self.wrong:
+            stats["alpha"] = self.right / judged
         return [Serving(self._name, model.vocab_size, model.context or 0, self._tokenizer, "", self.sessions, stats)]
 
     async def close(self) -> None:
@@ -230,19 +214,19 @@ class DraftServer:
         epoch, right = core.epoch, verdict.start - core.known
         self._carry_out(session, core.take_verdict(verdict))
         session.caller.right += right
-        self.gauge.right += right
-        self.gauge.wrong += core.epoch != epoch
+        self.right += right
+        self.wrong += core.epoch != epoch
 
     def _carry_out(self, session: _Session, instructions: Sequence[DraftInstruction]) -> None:
         if session.core.ready and not session.is_ready:
             session.is_ready = True
-            session.caller.send(DraftReady(1e3 * self.gauge.draft.seconds), stream=session.stream)
+            session.caller.send(DraftReady(1e3 * self._draft_time.seconds), stream=session.stream)
         for instruction in instructions:
             match instruction:
                 case PassRequest():
                     session.passes.put_nowait(instruction)
                 case DraftSending(epoch, position, tokens):
-                    self.gauge.tokens.add(len(tokens), self._now())
+                    self._draft_rate.add(len(tokens), self._now())
                     drafts = Drafts(position, encode_ids(tokens))
                     session.caller.send(drafts, generation=epoch, stream=session.stream)
 
@@ -284,7 +268,7 @@ class DraftServer:
             raise self._too_long(request.stop)
         result = await model.append(PassRequest(request.keep, ids, request.samples))
         if len(ids) == 1:
-            self.gauge.draft.add(result.took_s)
+            self._draft_time.add(result.took_s)
         return result.tokens
 
     def _too_long(self, size: int) -> Refused:

@@ -88,10 +88,8 @@ async def test_a_drafter_reports_verifiers_that_connect_and_leave() -> None:
         for _ in range(2):  # a text is no event
             written = await write(scene.drafters, PROMPT, 100, GREEDY)
         assert written.stats.accepted > 40
-    assert told[1:] == [
-        f"the connection to verifier has ended; {host.drafter.gauge.right} of its tokens were drafted here"
-    ]
-    assert host.drafter.gauge.right > 80
+    assert told[1:] == [f"the connection to verifier has ended; {host.drafter.right} of its tokens were drafted here"]
+    assert host.drafter.right > 80
 
 
 async def test_listed_drafters_are_dialled_and_lost_ones_are_not_waited_for() -> None:
