@@ -22,7 +22,6 @@ from p2ptrain.core.world import World
 from roles.background import Background
 from roles.drafter.drafting import (
     ENGINE,
-    FULL,
     OTHER_TOKENIZER,
     TOO_LONG,
     DraftedText,
@@ -195,9 +194,7 @@ class DraftServer:
 
     def _give_up(self, session: _Session, problem: P2PTrainError) -> None:
         if session in self._sessions:
-            code = ENGINE
-            if isinstance(problem, Refused):
-                code = FULL if problem.code == RefusalCode.BUSY else problem.code
+            code = problem.code if isinstance(problem, Refused) else ENGINE
             refused = StreamRefused(code, shortened(problem.message), shortened(problem.remedy))
             session.caller.send(refused, stream=session.stream)
             self._close(session)

@@ -24,8 +24,8 @@ from roles.serving.model import PassRequest
 from wire.chain_messages import MAX_REQUEST_POSITIONS
 from wire.text_messages import StreamRefused, Verdict
 
-OTHER_TOKENIZER, TOO_LONG, FULL, ENGINE = "other-tokenizer", "too-long", "full", "engine"
-"""Codes of ``StreamRefused``."""
+OTHER_TOKENIZER, TOO_LONG, ENGINE = "other-tokenizer", "too-long", "engine"
+"""Codes of ``StreamRefused``, beside those of ``Refused``."""
 GROUP = 2
 """Drafts that are sent together: a message costs more than a token."""
 

@@ -272,7 +272,7 @@ async def test_an_invalid_message_of_a_verifier_ends_its_connection(name: str) -
     ("opening", "options", "code", "text"),
     [
         (replace(OPENING, tokenizer="another"), {}, "other-tokenizer", "another tokenizer"),
-        (OPENING, {"max_sessions": 1}, "full", "1 sessions are open"),
+        (OPENING, {"max_sessions": 1}, "busy", "1 sessions are open"),
     ],
 )
 async def test_a_session_that_cannot_be_drafted_for_is_refused_with_its_code(
