@@ -42,7 +42,7 @@ class Scene:
         self.memory = MemoryNetwork()
         self.preset = LinkPreset("test", one_way_ms, jitter_ms)
         self.told: list[tuple[str, str, str]] = []
-        self.drafters = Drafters(around_of(self.at("verifier"), lambda *notice: self.told.append(notice)), TOKENS)
+        self.drafters = Drafters(around_of(self.at("verifier"), lambda *notice: self.told.append(notice)), *TOKENS)
 
     def at(self, host: str) -> Any:
         network = self.memory.at(host)
