@@ -24,13 +24,13 @@ from p2ptrain.lab.sim.observer import ObservedMachine
 from p2ptrain.lab.sim.probe import Act
 from p2ptrain.lab.sim.run import PRIVATE, SimulationResult, run_schedule
 from ring import member_events as ev
-from ring import replicas, staleness, transaction
+from ring import replicas, transaction
 from ring.coordinator import Coordinator
 from ring.links import Inbound
 from ring.neighbours import AT_WORK
 from ring.quarantine import Quarantine
 from ring.session import RingSession
-from ring.staleness import Intake
+from ring.staleness import Accepted, Intake
 from ring.token import Token, odd_ones_out
 from ring.transaction import Transaction
 from ring.view import View
@@ -137,7 +137,7 @@ def _conceal_hang(machine: ObservedMachine, message: Message) -> Message | None:
 
 # -------------------------------------------------------------------------------------------------------------- rules
 
-_read, _rename = ProcessDisk.read, ProcessDisk.rename
+_read, _rename, _accept = ProcessDisk.read, ProcessDisk.rename, Intake._accepted
 
 
 def _read_no_rows(self: ProcessDisk, path: Path, *, max_bytes: int) -> bytes:
@@ -156,6 +156,10 @@ def _is_in_view(self: Coordinator, peer_id: str, generation: int) -> bool:
 def _accept_any_staleness(self: Intake) -> Any:
     first = self._waiting[: self._buffer] if len(self._waiting) >= self._buffer else []
     return [self._accepted(rank) for rank in first], []
+
+
+def _weigh_fully(self: Intake, rank: int) -> Accepted:
+    return replace(_accept(self, rank), weight=1.0)
 
 
 async def _count_alone(self: Budget, session: RingSession, *, patience_s: float) -> None:
@@ -251,7 +255,7 @@ ASYNCHRONOUS = {
     # The server accepts contributions of any staleness.
     "bound": Mutation(("join", "slow"), rules=((Intake, "choose", _accept_any_staleness),)),
     # Stale contributions weigh as much as others.
-    "weight": Mutation(("join",), rules=((staleness, "weight_of", lambda staleness: 1.0),)),
+    "weight": Mutation(("join",), rules=((Intake, "_accepted", _weigh_fully),)),
     # The server of a new view assigns numbers from 0 again.
     "numbers": Mutation(("kill", "join"), rules=((server, "next_number", lambda *arguments: 0),)),
     # A view that lacks versions that nobody pulled counts as if none were lost.

@@ -13,6 +13,7 @@ from p2ptrain.core.errors import NetworkError, P2PTrainError, StorageError
 from p2ptrain.core.footprint import ModelSizes
 from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.attacker import add_attack
+from p2ptrain.lab.audit import audit
 from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.sim.machine import ATTACKER, PROCESS, Buffer, MachineDisk, Process, SimEngine, SimLoop, SimThreads
 from p2ptrain.lab.sim.observer import ObservedMachine, Observer
@@ -23,7 +24,6 @@ from ring.planning.workloads import ModelShape
 from roles.engine import Engine, Stage
 from roles.gauges import Gauges
 from roles.member import MemberOptions, claim
-from roles.seed import ledger
 from roles.seed.run import COPY_NAME, restore, serving_seed, write_copy
 from roles.worker.worker import Worker
 from wire.circuits import CircuitNetwork
@@ -270,8 +270,8 @@ class Simulation:
         self.random = random.Random(number)  # noqa: S311 - a replay must be possible
         self.links = LinkDelays(random.Random(number + 1))  # noqa: S311
         self.network = MemoryNetwork(delay_s=self.links.delay_s)
-        server = (profile.server.buffer, profile.server.bound) if profile.job.strategy == "server" else None
-        self.observer = Observer(loop.time, expected, profile.stages, server, profile.robust.rule)
+        is_server = profile.job.strategy == "server"
+        self.observer = Observer(loop.time, expected, profile.stages, is_server, profile.robust.rule)
         self.observer.checkpoints.here = lambda: [machine for machine in self.live if machine.linked]
         self.machines: dict[str, SimMachine] = {}
         self.machines[SEED] = SimMachine(self, SEED, 0.002)
@@ -343,11 +343,13 @@ class Simulation:
             self.job = str(created.get("job", ""))
             await asyncio.sleep(0.1)
 
-    def audit(self) -> None:
-        database = self.seed.disk.database(STATE / "seed.sqlite3")
-        head = ledger.head(database, self.job)
-        rows = ledger.rows(database, self.job, head.base_step, self.profile.job.steps) if head else []
-        self.observer.ledger(head, rows, self.profile.batch.micro_batches)
+    async def audit(self) -> None:
+        """Check the job's record as a person does. Raises as ``p2ptrain.lab.audit.audit``."""
+        client = await SeedClient.connect(self.network.at(PERSON), SEED, SEED_PORT, name=PERSON)
+        try:
+            self.observer.audited(await audit(client, self.job, self.profile, lambda step, of: None))
+        finally:
+            await client.close()
 
     def close(self) -> None:
         for machine in self.machines.values():

@@ -9,9 +9,9 @@
 - *old generations change nothing*: once a newer generation was minted, commits of an older one never enter the line;
 - *confirmed*: a checkpoint is of a step that every member of its generation has applied; with strategy 'server', its
   writer;
-- *ledger*: the seed's rows are committed steps. At the end the steps up to the newest that a live member knows are
-  recorded, unless the seed gave up a gap; then no member of its view knew these steps, also not from the checkpoint
-  that it loaded;
+- *ledger*: an audit finds no fault, and the seed's rows are committed steps. At the end the steps up to the newest that
+  a live member knows are recorded, unless the seed gave up a gap; then no member of its view knew these steps, also not
+  from the checkpoint that it loaded;
 - *verified*: a worker that verified a checkpoint for a restore still has it when the job is restored;
 - *durable*: a checkpoint recorded as saved survives a kill and a power cut; a loaded state was once committed;
 - *used once*: no key of noise makes two contributions, and no mask covers two of one member;
@@ -19,9 +19,8 @@
 - *attacker excluded*: robust rules that leave vectors out leave out the attacker's in each step;
 - *goes on*: while one member hangs or misbehaves, and nothing else is wrong, the others make steps again soon;
 - *innocent*: while members hang or misbehave, and nothing else is wrong, no other one is excluded;
-- *versions* (strategy 'server'): each recorded version is made of as many contributions as wanted, of distinct workers,
-  each with its number once, a staleness within its bound, the weight that follows, and a base of its own view. A view
-  begins with a version that a member has held;
+- *versions* (strategy 'server'): an audit finds no fault in what versions are made of. A view begins with a version
+  that a member has held;
 - *true norm*: a step is committed with the norm of its sum, whatever one member tells;
 - *liar named*: of three members or more, none is accused of a false figure but one that told it;
 - *every step*: a job that ends has taken all its steps; *result saved*: and the seed has recorded a checkpoint of it;
@@ -40,14 +39,11 @@ from typing import Any
 import numpy as np
 
 from p2ptrain.core.checkpoints import CheckpointEntry, Meta
+from p2ptrain.lab.audit import AuditResult
 from p2ptrain.lab.sim.machine import MachineDisk, Misconduct, Process, SimEngine
 from ring.job_member import JobMember
-from ring.ledger import counts_of_untrusted
-from ring.staleness import unpacked_untrusted
-from ring.token import next_lineage
 from ring.view import View
-from wire.job_messages import LedgerRow, Report
-from wire.records import LedgerHead
+from wire.job_messages import Report
 
 ROUNDING = 1e-4
 """Relative to the largest parameter: how far the order of sums may move a run of this length (measured)."""
@@ -195,7 +191,7 @@ class ViewHistory:
         saved_step: newest step of the line whose checkpoint the seed has recorded.
         saved_stages: step of the line → stages of which the seed has recorded a checkpoint.
         left_at: steps at which a view began with another lineage: only a side that was cut off survived.
-        began: generation → step. members: generation → hosts.
+        members: generation → hosts.
         committed: generation, step → lineage.
         replicas: in the newest view.
         kept: step and members of the next view if only the seed was lost.
@@ -206,7 +202,6 @@ class ViewHistory:
     saved_step: int = 0
     saved_stages: dict[int, set[int]] = field(default_factory=dict)
     left_at: set[int] = field(default_factory=set)
-    began: dict[int, int] = field(default_factory=dict)
     members: dict[int, set[str]] = field(default_factory=dict)
     committed: dict[tuple[int, int], str] = field(default_factory=dict)
     replicas: int = 0
@@ -355,7 +350,7 @@ class Observer:
 
     Args:
         now: virtual seconds. expected, stages: see ``MemberChecks``.
-        server: with strategy 'server': contributions in a version, and the fixed bound of their staleness or 0.
+        is_server: it is a job of strategy 'server'.
         rule: the job's robust rule.
 
     Attributes:
@@ -371,17 +366,15 @@ class Observer:
         now: Callable[[], float],
         expected: list[np.ndarray[Any, Any]],
         stages: int = 1,
-        server: tuple[int, int] | None = None,
+        is_server: bool = False,
         rule: str = "",
     ) -> None:
-        self.stages, self._server, self.rule = stages, server, rule
+        self.stages, self._is_server, self.rule = stages, is_server, rule
         self.report = report = Checklist(now)
         self.members, self.history = MemberChecks(report, expected, stages), ViewHistory()
         self.liars: set[str] = set()
         self.culprits: set[str] | None = set()
-        self.checkpoints = CheckpointChecks(
-            report, self.members, self.history, stages=stages, any_step=server is not None
-        )
+        self.checkpoints = CheckpointChecks(report, self.members, self.history, stages=stages, any_step=is_server)
         self.job_state, self.job_changed = "", asyncio.Event()
         self.copies: list[tuple[int, bytes]] = []
         self.commits = 0
@@ -453,8 +446,7 @@ class Observer:
             restored or known == view.lineage,
             f"generation {view.generation} begins at step {view.step} with another lineage",
         )
-        line.began[view.generation] = view.step
-        if self._server is not None:
+        if self._is_server:
             held = self.members.holders.get((view.step, view.lineage))
             check("versions", bool(held), f"nobody ever held the step {view.step} of the next view")
         check(
@@ -487,41 +479,16 @@ class Observer:
         if begun and line.newest_members <= set(live):
             line.kept = line.newest_step, line.newest_members
 
-    def ledger(self, head: LedgerHead | None, rows: Sequence[LedgerRow], micro_batches: int) -> None:
-        """Check the seed's ledger at the end, when all members can reach the seed."""
-        if head is None:
-            return
-        check = self.report.check
-        lineage, step = head.base_lineage, head.base_step
-        anew = step == 0 or step in self.history.left_at
-        check("ledger", anew, f"the ledger begins at step {head.base_step}, where no view left the line")
-        for row in rows:
-            step, lineage = step + 1, next_lineage(lineage, row.digest)
-            on_line = self.history.lineages.get(row.step, lineage)
-            fits = row.step == step and on_line == lineage and sum(counts_of_untrusted(row.counts)) == micro_batches
-            check("ledger", fits, f"the ledger's row of step {row.step} is not what was committed")
-        self._versions(rows)
-        missing = step + 1
-        later = self.members.witnesses(missing, sys.maxsize) if missing in self.history.lineages else []
-        check("ledger", not later, f"the ledger lacks step {missing}, and {later} know of that or later ones")
-
-    def _versions(self, rows: Sequence[LedgerRow]) -> None:
-        if self._server is None:
-            return
-        (buffer, bound), numbers = self._server, set[int]()
-        for row in rows:
-            counts = counts_of_untrusted(row.counts)
-            made = unpacked_untrusted(row.made_of, counts)
-            new = {used.number for used in made} - numbers
-            numbers |= new
-            fits = len(made) == len(new) == buffer and all(
-                used.base >= self.history.began.get(row.generation, 0)
-                and (used.bound == bound if bound else 5 <= used.bound <= 500)
-                and 0 <= (staleness := row.step - 1 - used.base) <= used.bound
-                and abs(used.weight * (1 + staleness) ** 0.5 - 1) < 1e-9
-                for used in made
-            )
-            self.report.check("versions", fits, f"step {row.step} is made of {made}")
+    def audited(self, found: AuditResult) -> None:
+        """The job's record was audited at the end, when all members can reach the seed."""
+        check, first, step = self.report.check, found.first - 1, found.steps
+        anew = first == 0 or first in self.history.left_at
+        check("ledger", anew, f"the ledger begins at step {first}, where no view left the line")
+        check("versions" if self._is_server else "ledger", found.fault is None, str(found.fault))
+        on_line = self.history.lineages.get(step, found.lineage)  # a hash over all rows
+        check("ledger", found.lineage == on_line, f"the ledger's steps to {step} are not those that were committed")
+        later = self.members.witnesses(step + 1, sys.maxsize) if step + 1 in self.history.lineages else []
+        check("ledger", not later, f"the ledger lacks step {step + 1}, and {later} know of that or later ones")
 
     def gave_up(self, first: int, last: int) -> None:
         """The seed's ledger continues after the steps ``first`` to ``last``, which are not recorded."""

@@ -167,7 +167,8 @@ async def _simulate(
         problem = ("progress", f"the job is {simulation.observer.job_state} after {CALM_S:g} s without a fault")
     else:
         await asyncio.sleep(SETTLE_S)
-        simulation.audit()
+        if not simulation.observer.report.violation:  # else the seed may be gone
+            await simulation.audit()
         newest, steps = simulation.observer.history.newest_step, simulation.profile.job.steps
         whole = newest == steps or simulation.profile.privacy.epsilon > 0 or simulation.observer.job_state != "done"
         kept = simulation.observer.history.saved_step == newest or simulation.observer.job_state != "done"
