@@ -1,4 +1,4 @@
-"""Encodes messages to msgpack maps (or bare values), and decodes and checks them (``wire.schema``).
+"""Encodes messages to msgpack maps, and decodes and checks them (``wire.schema``).
 
 ``decode_untrusted`` returns a message whose every field has the annotated type and is within the annotated bounds, or
 raises ``ProtocolError``.
@@ -42,9 +42,6 @@ MESSAGE_TYPES: dict[int, type[Message]] = {
 }
 """Frame kind → class, for every message."""
 
-_NO_LISTS = {"max_array_len": 0, "max_map_len": 0, "max_ext_len": 0, "max_str_len": 0, "max_bin_len": 0}
-"""Unpacker limits of messages that are not ``KEYED``: numbers only."""
-
 
 def encode(message: Message) -> bytes:
     """Encode the body of ``message``'s control frame. It is decoded once, so that no invalid message is sent.
@@ -66,15 +63,7 @@ _newest: tuple[Message | None, bytes] = None, b""
 
 
 def _encode(message: Message) -> bytes:
-    fields = _fields_of(message)
-    if message.KEYED:
-        body: bytes = msgpack.packb(fields, use_bin_type=True, default=_fields_of)
-    else:
-        cls: Any = type(message)
-        rest = fields.pop(_names_of(cls)[-1])
-        if not isinstance(rest, bytes):
-            raise TypeError(f"{cls.__name__} ends with {type(rest).__name__}, not with bytes")
-        body = b"".join(msgpack.packb(value, use_bin_type=True) for value in fields.values()) + rest
+    body: bytes = msgpack.packb(_fields_of(message), use_bin_type=True, default=_fields_of)
     try:
         if len(body) > MAX_BODY_BYTES:
             raise ProtocolError(f"a body of {len(body)} bytes, {MAX_BODY_BYTES} are allowed")
@@ -104,12 +93,9 @@ def decode_untrusted(kind: int, body: bytes | bytearray | memoryview) -> Message
     cls = MESSAGE_TYPES.get(kind)
     if cls is None:
         raise ProtocolError(f"a message of unknown kind {kind}")
-    if cls.KEYED:
-        if cls.LONG and body[:1] == COMPRESSED:
-            body = _decompressed_untrusted(body)
-        source = _unpack_untrusted(body, handshake=kind <= LAST_HANDSHAKE_KIND)
-    else:
-        source = _values_untrusted(cls, body)
+    if cls.LONG and body[:1] == COMPRESSED:
+        body = _decompressed_untrusted(body)
+    source = _unpack_untrusted(body, handshake=kind <= LAST_HANDSHAKE_KIND)
     if cls in (Hello, Welcome) and isinstance(source, dict):
         version = source.get("version")
         if type(version) is int and version != PROTOCOL_VERSION:
@@ -126,21 +112,6 @@ def _decompressed_untrusted(body: bytes | bytearray | memoryview) -> bytes:
     if len(plain) > MAX_BODY_BYTES or not inflater.eof or inflater.unused_data:
         raise ProtocolError(f"a compressed body that is not one stream of at most {MAX_BODY_BYTES} bytes")
     return plain
-
-
-def _values_untrusted(cls: type[Message], body: bytes | bytearray | memoryview) -> dict[str, Any]:
-    named: Any = cls
-    *names, rest = _names_of(named)
-    unpacker = msgpack.Unpacker(raw=False, max_buffer_size=CONTROL_FRAME_BYTES, **_NO_LISTS)
-    source: dict[str, Any] = {}
-    try:
-        unpacker.feed(body)
-        for name in names:
-            source[name] = unpacker.unpack()
-    except (ValueError, msgpack.UnpackException, msgpack.BufferFull) as error:  # OutOfData is an UnpackException
-        raise ProtocolError(f"{cls.__name__} is not {len(names)} values: {error or type(error).__name__}") from error
-    source[rest] = bytes(body[unpacker.tell() :])
-    return source
 
 
 def _unpack_untrusted(body: bytes | bytearray | memoryview, *, handshake: bool) -> object:

@@ -26,7 +26,7 @@ from typing import Annotated, Any, ClassVar
 
 from wire.schema import Bound, Count, Declared, Host, Id, Port, Record
 
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 MAX_TERM = 1 << 13
 """Limit of a seed's terms: a generation of term t is above t << 40, and every number must be below 2**53."""
 
@@ -41,19 +41,16 @@ Scalar = str | int | float | bool | None
 class Message(Declared):
     """Base of all messages. ``KIND`` is the frame kind, unique per class; 1 to 15 belong to the handshake.
 
-    If ``KEYED`` is false, the body is the values of the fields in order, without a map. All are numbers but the last,
-    which is bytes and takes the rest of the body. Frequent messages use it to save space. If ``LONG`` is true, the body
-    may be compressed (``wire.codec``).
+    If ``LONG`` is true, the body may be compressed (``wire.codec``).
     """
 
     KIND: ClassVar[int]
-    KEYED: ClassVar[bool] = True
     LONG: ClassVar[bool] = False
 
-    def __init_subclass__(cls, *, kind: int = 0, keyed: bool = True, long: bool = False) -> None:
+    def __init_subclass__(cls, *, kind: int = 0, long: bool = False) -> None:
         super().__init_subclass__()
         if kind:  # else it is that of the base
-            cls.KIND, cls.KEYED, cls.LONG = kind, keyed, long
+            cls.KIND, cls.LONG = kind, long
 
 
 # ---------------------------------------------------------------------------------------------------------- handshake

@@ -59,7 +59,7 @@ def document() -> str:
 
 
 def _section(cls: Any) -> str:
-    kind = f" (kind {cls.KIND}{'' if cls.KEYED else ', bare values'})" if issubclass(cls, Message) else ""
+    kind = f" (kind {cls.KIND})" if issubclass(cls, Message) else ""
     docs = [inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n") for base in cls.__mro__[:-1]]
     described = {
         name: text for _, _, attributes in reversed(docs) for name, text in _read_attributes(attributes).items()

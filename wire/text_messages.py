@@ -21,7 +21,7 @@ On every idle connection both sides send KeepAlive. The ``stream`` in a frame's 
 session, given by the side that opened it, so several may be open at once. The ``generation`` in the header of Drafts is
 the epoch, and in that of a Verdict its number.
 
-Drafts and Verdict are frequent, so they are sent without field names. Token ids are int32, little-endian.
+Token ids are int32, little-endian.
 """
 
 from __future__ import annotations
@@ -180,14 +180,14 @@ class DraftReady(Message, kind=60):
     step_ms: Annotated[float, Bound(0, 3.6e6)]
 
 
-class Drafts(Message, kind=62, keyed=False):
+class Drafts(Message, kind=62):
     """Drafter to verifier: drafted ``tokens``, from ``position`` of the session on."""
 
     position: Positions
     tokens: Annotated[bytes, Bound(1, 4 * MAX_DEPTH)]
 
 
-class Verdict(Message, kind=63, keyed=False):
+class Verdict(Message, kind=63):
     """Verifier to drafter: newly verified are the next ``right`` drafts of this drafter, then ``tokens``.
 
     Attributes:

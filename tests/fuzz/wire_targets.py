@@ -27,7 +27,7 @@ from wire.frame import (
     encode_control,
 )
 from wire.job_messages import ViewAnnounced
-from wire.messages import BULK_KIND, MAX_END_ADDRESSES, PROTOCOL_VERSION, Hello, Message, SocketAddress, Welcome
+from wire.messages import BULK_KIND, MAX_END_ADDRESSES, PROTOCOL_VERSION, Hello, SocketAddress, Welcome
 from wire.punching import dialable_untrusted
 from wire.records import JobInfo, LedgerRun, PartInfo, Record, ServingInfo, StagePlanInfo, TrainingPlanInfo
 
@@ -148,17 +148,8 @@ _MADE = {
 def _bodies(kind: int) -> st.SearchStrategy[tuple[int, bytes]]:
     limit = (HANDSHAKE_FRAME_BYTES if kind <= LAST_HANDSHAKE_KIND else CONTROL_FRAME_BYTES) - HEADER.size
     valid = packed(_MADE[kind].map(dataclasses.asdict))
-    if not MESSAGE_TYPES[kind].KEYED:
-        valid = mutated(_MADE[kind].map(_bare)) | st.lists(PACKABLE, max_size=4).map(
-            lambda odd: b"".join(map(_pack, odd))
-        )
     bodies = st.one_of(valid, valid, valid, nested(limit), st.binary(max_size=40), PACKABLE.map(_pack))
     return st.tuples(st.just(kind), bodies.map(lambda body: body[:limit]))
-
-
-def _bare(message: Message) -> bytes:
-    *values, rest = (getattr(message, item.name) for item in dataclasses.fields(message))
-    return b"".join(map(_pack, values)) + bytes(rest)
 
 
 def _compressed(body: bytes) -> st.SearchStrategy[bytes]:
@@ -180,7 +171,7 @@ def _pack(value: Any) -> bytes:
 )
 @target(
     "messages",
-    st.one_of([_bodies(kind) for kind, cls in MESSAGE_TYPES.items() if kind > LAST_HANDSHAKE_KIND and cls.KEYED])
+    st.one_of([_bodies(kind) for kind in MESSAGE_TYPES if kind > LAST_HANDSHAKE_KIND])
     | st.tuples(st.integers(0, 255).filter(lambda kind: kind not in KINDS), st.binary(max_size=20)),
     "wire.codec.decode_untrusted",
     "wire.codec._unpack_untrusted",
@@ -195,13 +186,6 @@ def _pack(value: Any) -> bytes:
     "wire.codec.decode_untrusted",
     "wire.codec._decompressed_untrusted",
     peak_bytes=40 << 20,
-)
-@target(
-    "messages-bare",
-    st.one_of([_bodies(kind) for kind, cls in MESSAGE_TYPES.items() if not cls.KEYED]),
-    "wire.codec.decode_untrusted",
-    "wire.codec._values_untrusted",
-    peak_bytes=1 << 20,
 )
 def _check_message(case: tuple[int, bytes]) -> None:
     kind, body = case

@@ -34,7 +34,7 @@ from wire.messages import BULK_KIND, PROTOCOL_VERSION, Heartbeat, Hello, Message
 from wire.protocol import document
 from wire.records import JobInfo
 from wire.schema import MAX_DEPTH
-from wire.text_messages import DrafterList, Drafts
+from wire.text_messages import DrafterList
 
 
 def sendable(message: Message) -> bool:
@@ -214,17 +214,6 @@ def test_lists_and_maps_are_bounded():
 def test_what_a_peer_would_refuse_is_not_sent(message: Message):
     with pytest.raises(ValueError, match="cannot be sent"):
         encode(message)
-
-
-# ----------------------------------------------------------------------------------------------------------- properties
-
-
-def test_what_comes_by_the_thousand_is_its_bare_values():
-    drafts = Drafts(1000, b"\x01\x00\x00\x00" * 4)
-    body = encode(drafts)
-    assert len(body) == 3 + 16
-    assert decode_untrusted(Drafts.KIND, memoryview(body)) == drafts
-    assert decode_untrusted(Drafts.KIND, body) == drafts
 
 
 # -------------------------------------------------------------------------------------------------------- the reference
