@@ -67,8 +67,8 @@ class SeedCircuits:
             await self._ask(MADE, {"circuit": circuit.id, "way": way})
 
     def _located(self, circuit: Circuit) -> Circuit:
-        """The circuit with a meeting point as it is dialled from here: the seed, or a peer on its machine, has no host
-        yet. This end itself, without a relay and a port, keeps none."""
+        """The circuit with a meeting point as it is dialled from here: the seed has no host yet. This end itself,
+        without a relay and a port, keeps none."""
         if not circuit.relay and not circuit.port:
             return circuit
         host, port = self._seed_at()

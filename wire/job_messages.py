@@ -150,8 +150,7 @@ class MemberRecord(Declared):
     """One member of a view. Members are in rank order.
 
     Attributes:
-        host: address of its data port. Empty: it runs on the seed's machine; dial the host that you dialled for the
-            seed.
+        host: address of its data port, as the seed knows it (``wire.address.advertised_host``).
         first, count: its share of the step's micro-batches, ``range(first, first + count)``.
         healthy: it holds the state that the view starts from: it applied ``step``, or can redo it from its redo buffer.
     """

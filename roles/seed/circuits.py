@@ -25,7 +25,7 @@ from typing import Any
 from p2ptrain.core.errors import Refused
 from p2ptrain.core.world import World
 from roles.circuits import RELAYS
-from roles.seed.peers import ConnectedPeer, PeerTable, host_dialled_from
+from roles.seed.peers import ConnectedPeer, PeerTable
 from wire.circuits import CircuitNetwork
 from wire.connection import Connection
 from wire.messages import ANSWERER, CALLER, RELAYED, WAYS, Circuit, CircuitOffer, CircuitOrder
@@ -120,7 +120,7 @@ class CircuitBroker:
             )
         # An operator has no link over which a trial could be ordered: its circuits try until they fail once.
         tries = path.is_direct is not False if caller is None else bool(path.is_direct)
-        circuit = self._order(caller_id, origin, answerer, point, now, tries_direct=tries and point != caller_id)
+        circuit = self._order(caller_id, answerer, point, now, tries_direct=tries and point != caller_id)
         return {"circuit": circuit.to_map()}
 
     async def made(self, params: dict[str, Any], connection: Connection) -> dict[str, Any]:
@@ -155,13 +155,12 @@ class CircuitBroker:
         caller, answerer = connected.get(order.caller), connected.get(order.answerer)
         if is_first and caller is not None and answerer is not None:
             now = self._world.clock.now()
-            trial = self._order(caller.id, caller.origin, answerer, order.point, now, tries_direct=True, trial=True)
+            trial = self._order(caller.id, answerer, order.point, now, tries_direct=True, trial=True)
             caller.send(CircuitOffer(trial, trial=True))
 
     def _order(
         self,
         caller_id: str,
-        origin: str,
         answerer: ConnectedPeer,
         point: str,
         now: float,
@@ -182,14 +181,9 @@ class CircuitBroker:
         self._orders[circuit_id] = OrderedCircuit(caller_id, answerer.id, point, name, now + LIVES_S, trial)
         circuit = Circuit(circuit_id, caller_id, answerer.id, CALLER, relay=name, tries_direct=tries_direct)
 
-        def at_point(side: str, here: str) -> Circuit:
-            """The circuit of an end at ``here``. For the seed, and on its machine, the end knows the host."""
-            if relay is None:
-                return replace(circuit, side=side)
-            return replace(circuit, side=side, host=host_dialled_from(here, relay.host), port=relay.port)
-
-        answerer.send(CircuitOffer(at_point(ANSWERER, answerer.origin), trial=trial))
-        return circuit if point == caller_id else at_point(CALLER, origin)
+        located = circuit if relay is None else replace(circuit, host=relay.host, port=relay.port)
+        answerer.send(CircuitOffer(replace(located, side=ANSWERER), trial=trial))
+        return circuit if point == caller_id else located
 
     def _relays(self, caller_id: str, answerer: ConnectedPeer, origin: str) -> list[str]:
         """Members that both ends can dial, as far as the seed knows, with the fewest pairs first."""

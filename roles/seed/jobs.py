@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 from configs.schema import Profile
@@ -35,10 +34,7 @@ from roles.seed.peers import (
     ConnectedPeer,
     PeerTable,
     addresses_of,
-    announcement_for,
-    by_loopback,
     clip,
-    members_dialled_from,
     ring_beats,
 )
 from roles.seed.store import JobRecord, Records, SeedStore
@@ -365,9 +361,8 @@ class JobController:
                 if (peer := ports.peers.in_job(peer_id, self.id)) is not None:
                     # as the job began: views tell what changed since
                     spec = assigned_spec(self.spec, self.record.cuts, self.record.created_at)
-                    sources = addresses_of(holders, peer.host)
                     part = {"stage": stage, "stages": stages}
-                    peer.send(Assign(self.id, spec, corpus, restore_step, sources, lineage, **part))
+                    peer.send(Assign(self.id, spec, corpus, restore_step, addresses_of(holders), lineage, **part))
             case co.CutsChosen(cuts):
                 await self._save(cuts=list(cuts))
             case co.SendSurvey(peer_ids):
@@ -376,9 +371,7 @@ class JobController:
                 self._send(peer_ids, Hold(self.id, generation, reason))
                 self.rows.recoveries.held(reason, ports.clock.now(), ports.clock.wall())
             case co.SendCatchUp(peer_id, generation, sources):
-                if (peer := ports.peers.in_job(peer_id, self.id)) is not None:
-                    sources = members_dialled_from(peer.host, sources)
-                    peer.send(CatchUp(self.id, generation, sources, self.core.settings.made))
+                self._send([peer_id], CatchUp(self.id, generation, list(sources), self.core.settings.made))
             case co.SendSave(peer_ids):
                 self._send(peer_ids, SaveNow(self.id))
             case co.SendRelease(peer_id, reason):
@@ -436,9 +429,7 @@ class JobController:
         view = replace(view, heartbeat_s=heartbeat_s, death_s=death_s, ledger_step=ledger_step)
         for peer in peers:
             peer.detector.late_s = 0.0  # it has loaded its libraries; what it does next is learned anew
-        for _, members in groupby(sorted(peers, key=by_loopback), by_loopback):
-            first, *others = members  # they dial the same addresses: one message, encoded once
-            self._send([first.id, *(peer.id for peer in others)], announcement_for(first.host, view))
+        self._send([peer.id for peer in peers], view)
         ports.survey.view_began(self.id, [member.peer_id for member in view.members])
         if restored:
             await ports.checkpoints.drop_after(view)

@@ -20,7 +20,7 @@ from p2ptrain.core.errors import P2PTrainError, ProtocolError
 from p2ptrain.core.world import Clock
 from ring.planning.measurements import LinkQuality, Links
 from roles.background import start_in
-from roles.seed.peers import ConnectedPeer, host_dialled_from
+from roles.seed.peers import ConnectedPeer
 from wire.schema import Bound, Declared, Id, instance_untrusted
 
 START_S = 2.0
@@ -154,9 +154,7 @@ class Survey:
         return [self._peers[other] for other in self.table.to_measure(peer.id, here, self._clock.now())]
 
     async def _ask(self, peer: ConnectedPeer, others: Sequence[ConnectedPeer], timeout_s: float) -> None:
-        peers = [
-            {"peer": other.id, "host": host_dialled_from(peer.host, other.host), "port": other.port} for other in others
-        ]
+        peers = [{"peer": other.id, "host": other.host, "port": other.port} for other in others]
         params = {"peers": peers, "deadline_s": timeout_s - ANSWER_S}
         with suppress(P2PTrainError):
             result = await peer.ask("links.measure", params, timeout_s=timeout_s)

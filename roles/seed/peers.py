@@ -21,17 +21,15 @@ from p2ptrain.core.texts import printable
 from ring.coordination import STATUSES, JobWorker
 from ring.detector import FailureDetector, beat_defaults
 from ring.token import is_lineage
-from ring.view import View
 from roles.circuits import MADE, OPEN
 from roles.line import receive_in_time
 from roles.member import allowed_kinds
-from wire.address import is_loopback
 from wire.chain_messages import PartsHeld
 from wire.circuits import peer_of_host
 from wire.client import PendingCalls
 from wire.connection import Connection, Received, last_word
 from wire.enrol import RENEW
-from wire.job_messages import CheckpointSaved, MemberRecord, Report, StepMetrics, ViewAnnounced
+from wire.job_messages import CheckpointSaved, MemberRecord, Report, StepMetrics
 from wire.messages import EventNotice, Heartbeat, Hello, Message, RefusalCode
 from wire.records import PartInfo, ServingInfo
 from wire.text_messages import MAX_DRAFTERS, MODEL_CHARS, MOST_MODELS, DrafterAddress, DrafterList, Serving
@@ -248,30 +246,8 @@ def ring_beats(rtts_ms: Sequence[float], latencies_s: Sequence[float | None]) ->
     return min(usual, beat_defaults(2e3 * max(known)))
 
 
-def announcement_for(host: str, view: View) -> ViewAnnounced:
-    """The announcement of a view for the member at ``host``, with addresses as that member can dial them."""
-    return dataclasses.replace(view, members=tuple(members_dialled_from(host, view.members)))
-
-
-def by_loopback(peer: ConnectedPeer) -> bool:
-    """The key of peers for which ``announcement_for`` makes the same message."""
-    return is_loopback(peer.host)
-
-
-def members_dialled_from(host: str, members: Iterable[MemberRecord]) -> list[MemberRecord]:
-    return [dataclasses.replace(member, host=host_dialled_from(host, member.host)) for member in members]
-
-
-def addresses_of(peers: Iterable[JobWorker], host: str) -> list[MemberRecord]:
-    """Where the peer at ``host`` reaches ``peers``."""
-    return members_dialled_from(
-        host, [MemberRecord(peer.peer_id, peer.name, peer.host, peer.port, 0, 0, True) for peer in peers]
-    )
-
-
-def host_dialled_from(here: str, host: str) -> str:
-    """The address of ``host`` for a peer at ``here``. For other machines, "" replaces the seed machine's loopback."""
-    return "" if is_loopback(host) and not is_loopback(here) else host
+def addresses_of(peers: Iterable[JobWorker]) -> list[MemberRecord]:
+    return [MemberRecord(peer.peer_id, peer.name, peer.host, peer.port, 0, 0, True) for peer in peers]
 
 
 def check_hello(hello: Hello) -> None:
@@ -394,7 +370,7 @@ class Services:
 
     def _warn_of_other_tokenizers(self, new: ServingInfo) -> None:
         """Warn drafters whose tokenizer differs from a verifier's. That verifier does not dial them."""
-        for other in [info for peer in self._peers.values() for info in peer.serving.values()]:
+        for other in self.models():
             if {other.role, new.role} != {"verifier", "drafter"}:
                 continue
             verifier, drafter = (new, other) if new.role == "verifier" else (other, new)
@@ -415,13 +391,13 @@ class Services:
         in it."""
         infos = [info for info in self.models() if info.role == "drafter"]
         infos = sorted(infos, key=lambda info: self._peers[info.peer].joined_at)[:MAX_DRAFTERS]
+        listed = [
+            DrafterAddress(info.peer, info.name, info.host, info.port, info.model, info.vocab_size, info.tokenizer,
+                           self._peers[info.peer].role)
+            for info in infos
+        ]  # fmt: skip
         for peer in peers:
             if peer.role == "verifier":
-                listed = [
-                    DrafterAddress(info.peer, info.name, host_dialled_from(peer.host, info.host), info.port, info.model,
-                              info.vocab_size, info.tokenizer, self._peers[info.peer].role)
-                    for info in infos
-                ]  # fmt: skip
                 peer.send(DrafterList(listed))
 
 

@@ -313,7 +313,7 @@ class Seed:
                 peer.send(Response(message.id, {"last": is_last}))
             case Request() if message.method == MEMBERS and peer.trains:
                 others = [other for other in self.peers.of_job(peer.job) if peer.job and other is not peer]
-                found = addresses_of([other.offer for other in others[:MAX_SENDERS]], peer.host)
+                found = addresses_of(other.offer for other in others[:MAX_SENDERS])
                 peer.send(Response(message.id, asdict(JobMembers(found))))
             case Request() if message.method not in ASKED_BY.get(peer.role, EVERY_PEER_ASKS):
                 text = f"a {peer.role} may not ask for {clip(message.method, 80)!r}"

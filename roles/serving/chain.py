@@ -223,8 +223,8 @@ class StageChain:
     def held_by(self, peer: WorkerPeer) -> list[int]:
         return [index for index, seat in enumerate(self.seats) if seat is not None and seat.peer is peer]
 
-    def address_after(self, index: int, peer: WorkerPeer, number: int) -> dict[str, Any] | None:
-        """Address at which ``peer`` reaches the stage after ``index``; None for the last stage.
+    def address_after(self, index: int, number: int) -> dict[str, Any] | None:
+        """Address of the stage after ``index``; None for the last stage.
 
         Raises:
             ConnectionLost: the peer of that seat no longer holds the stage.
@@ -234,7 +234,7 @@ class StageChain:
         seat = self.seat_at(index + 1)
         if seat.number != number:
             raise ConnectionLost(f"stage {index + 1} of the chain was replaced")
-        return seat.peer.worker.address_for(peer.worker)
+        return seat.peer.worker.to_map()
 
     def part_of(self, index: int) -> str:
         """Id of the part that the stage's peer holds. Raises ``ConnectionLost``: nobody holds it."""
@@ -373,7 +373,7 @@ class StageChain:
 
     async def _load_at(self, index: int, peer: WorkerPeer, on_progress: OnProgress) -> LoadedPart:
         plan, stage = self.plan, self.plan.stages[index]
-        params = self.model.load_params(peer.worker) | {
+        params = self.model.load_params() | {
             "start": stage.start,
             "stop": stage.stop,
             "layers": plan.layers,

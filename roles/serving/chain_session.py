@@ -74,7 +74,7 @@ class SeatedChain(Protocol):
     def vocab_size(self) -> int: ...
     def peer_in(self, index: int, number: int) -> WorkerPeer | None: ...
     def held_by(self, peer: WorkerPeer) -> list[int]: ...
-    def address_after(self, index: int, peer: WorkerPeer, number: int) -> dict[str, Any] | None: ...
+    def address_after(self, index: int, number: int) -> dict[str, Any] | None: ...
     def part_of(self, index: int) -> str: ...
     def replace(self, session: ChainSession, index: int, number: int, reason: str) -> None: ...
     def forget(self, session: ChainSession) -> None: ...
@@ -245,7 +245,7 @@ class ChainSession:
         if peer is None:
             return  # ``Lost`` follows
         try:
-            method, params = self._request(asked, peer)
+            method, params = self._request(asked)
         except ConnectionLost as problem:
             self.event(ev.StageDeclined(asked.stage, asked.ask, NEXT_LOST, problem.message))
             return
@@ -264,9 +264,9 @@ class ChainSession:
         else:
             self.event(ev.StageAnswered(asked.stage, asked.ask, position))
 
-    def _request(self, asked: ev.StageAsk, peer: WorkerPeer) -> tuple[str, dict[str, Any]]:
+    def _request(self, asked: ev.StageAsk) -> tuple[str, dict[str, Any]]:
         params: dict[str, Any] = {"session": self.id, "index": asked.stage, "epoch": asked.epoch}
-        params["next"] = self._chain.address_after(asked.stage, peer, asked.next_seat)
+        params["next"] = self._chain.address_after(asked.stage, asked.next_seat)
         if asked.kind == "resume":
             return "session.resume", params | {"keep": asked.keep}
         hashes = b"".join(asked.block_hashes[:MAX_OPEN_HASHES]).hex()

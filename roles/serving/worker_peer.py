@@ -17,7 +17,6 @@ from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NetworkError,
 from p2ptrain.core.world import World
 from roles.background import Background
 from roles.line import DIAL_S, QUIET_S, Line
-from roles.seed.peers import host_dialled_from
 from roles.worker.stage_links import send_forward
 from wire.address import advertised_host
 from wire.chain_messages import ChainBroken, ForwardRequest, PartLoading, Sampled, SampledBatch
@@ -88,9 +87,9 @@ class WorkerAddress:
     port: int
     device: str = ""
 
-    def address_for(self, other: WorkerAddress) -> dict[str, Any]:
-        """The address that ``other`` dials. An empty host: the seed's machine."""
-        return {"peer": self.peer_id, "host": host_dialled_from(other.host, self.host), "port": self.port}
+    def to_map(self) -> dict[str, Any]:
+        """As requests have it."""
+        return {"peer": self.peer_id, "host": self.host, "port": self.port}
 
 
 class WorkerPeer:

@@ -54,9 +54,9 @@ class ModelReference:
     sender: WorkerAddress | None = None
     path: str = ""
 
-    def load_params(self, worker: WorkerAddress) -> dict[str, Any]:
-        """Parameters of ``part.load``: what the model is, and which peer sends it to ``worker``."""
-        sender = self.sender.address_for(worker) if self.sender is not None else None
+    def load_params(self) -> dict[str, Any]:
+        """Parameters of ``part.load``: what the model is, and which peer sends it."""
+        sender = self.sender.to_map() if self.sender is not None else None
         return {"model": self.id, "name": self.name, "config": self.config, "path": self.path, "sender": sender}
 
 
@@ -372,7 +372,7 @@ class WorkerPool:
         wanted = [self.peers[other].worker for other in others if here < other and (here, other) not in self.links]
         if not wanted:
             return
-        params = {"peers": [worker.address_for(me.worker) for worker in wanted], "deadline_s": MEASURE_S}
+        params = {"peers": [worker.to_map() for worker in wanted], "deadline_s": MEASURE_S}
         try:
             answer = await me.ask("links.measure", params, timeout_s=MEASURE_S + 0.5)
             found = measured_untrusted(answer, {worker.peer_id for worker in wanted})

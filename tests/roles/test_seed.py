@@ -20,14 +20,10 @@ from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, Refused
 from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.memory import MemoryNetwork
-from ring.coordination import JobWorker
 from ring.detector import beat_defaults
-from ring.replicas import with_shares
-from ring.token import balance_counts
-from ring.view import View
 from roles.seed import events
 from roles.seed.admission import is_passing
-from roles.seed.peers import announcement_for, ring_beats, seed_beats
+from roles.seed.peers import ring_beats, seed_beats
 from roles.seed.run import serving_seed
 from roles.seed.server import Seed
 from roles.seed.store import Records
@@ -784,15 +780,6 @@ def test_a_ring_beats_as_its_own_links_allow(
 )
 def test_many_peers_beat_less_often(rtt_ms: float, peers: int, expected: tuple[float, float]) -> None:
     assert seed_beats(rtt_ms, peers) == expected
-
-
-def test_a_loopback_address_is_told_on_the_seeds_machine_only() -> None:
-    peers = [JobWorker("a", "a", "127.0.0.1", 1), JobWorker("b", "b", "10.0.0.2", 2), JobWorker("c", "c", "::1", 3)]
-    view = View("j", 1, 0, lineage_of(0), with_shares(peers, balance_counts(4, [0] * len(peers)), ["a"]), 2.0)
-    assert [member.host for member in announcement_for("127.0.0.1", view).members] == ["127.0.0.1", "10.0.0.2", "::1"]
-    elsewhere = announcement_for("10.0.0.9", view)
-    assert [member.host for member in elsewhere.members] == ["", "10.0.0.2", ""]
-    assert elsewhere.square_sum == 2.0
 
 
 async def test_two_changes_at_once_follow_each_other(bench: Bench) -> None:

@@ -78,7 +78,7 @@ def test_a_worker_is_let_in_when_it_has_measured() -> None:
     assert bench.let_in == [("a", pytest.approx(0.5))]
     assert bench.survey.table.known == {("a", "b"): GOOD, ("a", "c"): GOOD}
     (asked,) = bench.links["a"].asked
-    assert [(peer["peer"], peer["host"]) for peer in asked["peers"]] == [("b", "10.0.0.1"), ("c", "")]
+    assert [(peer["peer"], peer["host"]) for peer in asked["peers"]] == [("b", "10.0.0.1"), ("c", "127.0.0.1")]
     assert asked["deadline_s"] < START_S
 
 
