@@ -266,8 +266,6 @@ class Server(Table):
     bound: int = Field(default=0, ge=0, le=10_000)
     """Most versions that may be made between a worker's pull and the version with its gradient; with more the gradient
     is refused. 0: for each worker 50 x (median time of all workers for a gradient / its own), from 5 to 500."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """'sgd': as optimizer.name = 'sgd'. A pull is then a third as large, because there are no moments."""
 
 
 class Privacy(Table):
@@ -316,7 +314,7 @@ class Optimizer(Table):
     name: Literal["adamw", "muon", "sgd"] = "adamw"
     """'adamw'. 'muon': Muon for the matrices of hidden layers, and AdamW for the rest (embeddings, output, norms), with
     one learning rate; it keeps one array of momentum for a matrix instead of two moments. 'sgd': plain SGD, which keeps
-    nothing."""
+    nothing: with strategy 'server' a pull is a third as large."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Learning rate after the warm-up: 'cosine' and 'linear' fall to the last step; 'constant' stays; 'wsd' stays, and
     falls linearly in the last decay_share of the steps."""
@@ -534,12 +532,6 @@ class Profile(Table):
     def stages(self) -> int:
         """Number of parts of the model, stages or shards; 1 if it is not split."""
         return self.sharded.shards if self.job.strategy == "sharded" else max(self.pipeline.stages, 1)
-
-    @property
-    def optimizer_name(self) -> str:
-        """``optimizer.name``, or what ``server.optimizer`` says instead."""
-        of_server = self.job.strategy == "server" and self.server.optimizer == "sgd"
-        return "sgd" if of_server else self.optimizer.name
 
     @property
     def loss_unit(self) -> str:
@@ -760,9 +752,6 @@ def _check_need(profile: Profile, key: str, other: str, allowed: tuple[Any, ...]
 
 
 def _check_server(profile: Profile) -> None:
-    if profile.optimizer_name != profile.optimizer.name and profile.optimizer.name == "muon":
-        why, remedy = "they contradict each other", "leave server.optimizer out"
-        raise _conflict(profile, "server.optimizer", "optimizer.name", why=why, remedy=remedy)
     most, needed = profile.job.workers - 1, max(profile.server.buffer, profile.robust.least)
     if most < needed:
         why = f"this job needs {needed + 1} workers: the server, and those whose gradients make a version"

@@ -42,6 +42,6 @@ def of_profile(profile: Profile, known: ModelShape, cuts: Sequence[int] = ()) ->
         # A layer of n weights, about square, has adapters of 2 rank n / width.
         trained=min(1.0, 2 * profile.lora.rank / known.width) if profile.lora.rank else 1.0,
         held=held_copies(profile.lora.base, profile.device.precision) if profile.lora.rank else 0.0,
-        optimizer=profile.optimizer_name,
+        optimizer=profile.optimizer.name,
         precision=profile.device.precision,
     )

@@ -248,7 +248,7 @@ def training_spec(profile: Profile) -> TrainingSpec:
             tokenizer=Path(model.tokenizer) if model.tokenizer else None,
         ),
         data=profile.data,
-        optimizer=OptimizerSpec(**profile.optimizer.model_dump() | {"name": profile.optimizer_name}),
+        optimizer=OptimizerSpec(**profile.optimizer.model_dump()),
         validation_batches=profile.validation.batches,
         local=local,
         clip_norm=0.0 if local else clip_norm,

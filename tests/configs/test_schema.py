@@ -198,10 +198,6 @@ SERVER: dict[str, Any] = {"job": {"strategy": "server"}}
             SHARDED | {"optimizer": {"name": "muon"}},
             "optimizer.name = 'muon', job.strategy = 'sharded': Muon needs whole",
         ),
-        (
-            SERVER | {"server": {"optimizer": "sgd"}, "optimizer": {"name": "muon"}},
-            "server.optimizer = 'sgd', optimizer.",
-        ),
         (SHARDED | {"sharded": {"shards": 3}}, "sharded.shards = 3 is more than job.workers = 2"),
         (SHARDED | {"batch": {"micro_batches": 1}}, "job.workers = 2 is more than batch.micro_batches = 1"),
         ({"job": {"strategy": "local", "steps": 3}, "local": {"fragments": 4}}, "local.fragments = 4 is more than"),

@@ -65,8 +65,7 @@ async def test_a_replay_of_the_log_in_plain_torch_ends_with_the_same_weights(
     data = [f"data.path={text}"]
     if optimizer == "sgd":
         data = [f"data.path={written(tmp_path / 'x.jsonl', ONE_EACH)}", "data.format=chat", "data.sequence_tokens=48"]
-    sets = [*SETS, *data, f"server.buffer={buffer}"]
-    sets += ["server.optimizer=sgd"] if optimizer == "sgd" else [f"optimizer.name={optimizer}"]
+    sets = [*SETS, *data, f"server.buffer={buffer}", f"optimizer.name={optimizer}"]
     profile = load("tiny", {}, sets).profile
     job = await cluster.create(profile)
     peers = [cluster.join(engine_builder(threads=1)) for _ in range(4)]
@@ -93,7 +92,7 @@ def replayed(profile: Profile, log: list[list[Accepted]]) -> torch.nn.Module:
     sampler = WindowSampler(len(corpus.training), profile.job.seed, MICRO_BATCHES, SEQUENCES)
     parameters, share, decay = list(model.parameters()), MICRO_BATCHES // buffer, options.weight_decay
     matrices = [(name, it) for name, it in model.named_parameters() if it.ndim >= 2]
-    hidden = [it for name, it in matrices if profile.optimizer_name == "muon" and ".layers." in name]
+    hidden = [it for name, it in matrices if profile.optimizer.name == "muon" and ".layers." in name]
     decays = [{"params": [it for _, it in matrices if all(it is not one for one in hidden)], "weight_decay": decay},
               {"params": [it for it in parameters if it.ndim < 2], "weight_decay": 0.0}]  # fmt: skip
     optimizers: list[torch.optim.Optimizer] = [
@@ -133,7 +132,7 @@ def replayed(profile: Profile, log: list[list[Accepted]]) -> torch.nn.Module:
         lr = options.lr * (
             (step + 1) / warm if step < warm else least + (1 - least) * (1 + math.cos(math.pi * done)) / 2
         )
-        if profile.optimizer_name != "sgd":
+        if profile.optimizer.name != "sgd":
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = lr
