@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import field
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, TypeVar
 
 from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.serving import BLOCK_POSITIONS, HASH_BYTES
@@ -116,14 +116,7 @@ class SampledBatch(Message, kind=39):
     results: Annotated[list[Sampled], Bound(1, MAX_BATCH)]
 
 
-class _Batched(Protocol):
-    @property
-    def count(self) -> int: ...
-    @property
-    def encoded_bytes(self) -> int: ...
-
-
-B = TypeVar("B", bound=_Batched)
+B = TypeVar("B", ForwardRequest, Sampled)
 
 
 def split_batch(items: Iterable[B]) -> Iterator[list[B]]:

@@ -677,20 +677,15 @@ MAX_HALF_OPEN_PER_MACHINE = 64
 
 
 class HalfOpen:
-    """Limits the connections whose handshake has not ended.
+    """Limits the connections whose handshake has not ended, in all and from one address (IPv6: one /64 network)."""
 
-    Args:
-        limit_per_machine: of connections from one address (IPv6: from one /64 network).
-    """
-
-    def __init__(self, limit_per_machine: int = MAX_HALF_OPEN_PER_MACHINE) -> None:
-        self._limit_per_machine = limit_per_machine
+    def __init__(self) -> None:
         self._by_machine: Counter[str] = Counter()
 
     def enter(self, host: str) -> str:
         """Count a connection from ``host`` until ``leave``. Return why it is not allowed, or an empty string."""
         machine = machine_of(host)
-        if self._by_machine[machine] >= self._limit_per_machine:
+        if self._by_machine[machine] >= MAX_HALF_OPEN_PER_MACHINE:
             return f"{self._by_machine[machine]} handshakes with {machine} are under way"
         if self._by_machine.total() >= MAX_HALF_OPEN:
             return f"{self._by_machine.total()} handshakes are under way"

@@ -356,8 +356,8 @@ def test_the_loopback_is_one_machine_and_so_is_an_ipv6_network() -> None:
         ("10.0.0.1", "::ffff:10.0.0.1", "10.0.0.2"),
         ("fe80::1%eth0", "fe80::1%eth1", "fe80::2%eth0"),  # of one link; there is nothing else to tell them by
     ]:
-        doorway = HalfOpen(limit_per_machine=1)
-        assert not doorway.enter(one)
+        doorway = HalfOpen()
+        fill(doorway, one)
         assert doorway.enter(same)
         assert not doorway.enter(other)
 
