@@ -112,7 +112,6 @@ class TensorTable:
 
     Attributes:
         entries: position of each tensor.
-        bytes_read: bytes read so far, including headers and index.
     """
 
     def __init__(self, directory: Path, file: str = "") -> None:
@@ -123,7 +122,6 @@ class TensorTable:
             StorageError: a file is damaged, missing or cannot be read.
         """
         self.directory = directory
-        self.bytes_read = 0
         if (directory / (file or WEIGHTS_FILE)).is_file():  # transformers ignores an index beside it, too
             self.entries = self._header(file or WEIGHTS_FILE)
         elif not file and (directory / INDEX_FILE).is_file():
@@ -205,7 +203,6 @@ class TensorTable:
                         problem = f"{path} ends {len(left)} bytes too early"
                         raise StorageError(problem, remedy=_AGAIN)
                     left = left[count:]
-                    self.bytes_read += count
         except OSError as error:
             raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
         return data

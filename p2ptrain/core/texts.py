@@ -120,13 +120,10 @@ def check_one_of(option: str, value: str, values: Sequence[str], more: str = "")
     raise UserError(f"{option} {value} is not a valid value", remedy=f"{hint}use {', '.join(values)}{more}")
 
 
-def install_command(extra: str, prefix: Path | None = None) -> str:
+def install_command(extra: str) -> str:
     """The command that installs the packages of an extra of ``pyproject.toml`` for this interpreter.
 
     p2ptrain is on no package index, so ``pip install 'p2ptrain[extra]'`` would find nothing.
-
-    Args:
-        prefix: directory of the environment; None: the running one.
     """
     try:
         listed = importlib.metadata.requires("p2ptrain") or []
@@ -134,7 +131,7 @@ def install_command(extra: str, prefix: Path | None = None) -> str:
         listed = []
     marks = [needed.partition("; extra == ") for needed in listed]
     packages = [name for name, _, mark in marks if mark.strip("\"'") == extra] or [f"PACKAGES-OF-{extra}"]
-    if ((prefix or Path(sys.prefix)) / "pipx_metadata.json").exists():
+    if Path(sys.prefix, "pipx_metadata.json").exists():
         command = ["pipx", "inject", "p2ptrain"]
     elif find_spec("pip"):
         command = [sys.executable, "-m", "pip", "install"]

@@ -186,18 +186,16 @@ class CheckpointCatalogue:
             raise Refused("damaged", text, remedy="choose another step")
         return lineage
 
-    async def delete(self, checkpoint: CheckpointInfo, stages: int) -> bool:
-        """Delete it at its holder, and its record. Returns whether the holder still had it. Raises ``Refused``,
-        ``DeadlineExceeded`` or ``ConnectionLost`` if the holder does not do it, ``StorageError``."""
-        holder, was_there = self.find_holder(checkpoint), True
+    async def delete(self, checkpoint: CheckpointInfo, stages: int) -> None:
+        """Delete it at its holder, and its record. Raises ``Refused``, ``DeadlineExceeded`` or ``ConnectionLost`` if
+        the holder does not do it, ``StorageError``."""
+        holder = self.find_holder(checkpoint)
         try:
             await holder.ask("checkpoint.delete", _request_for(checkpoint, stages), timeout_s=10.0)
         except Refused as problem:
             if problem.code != "not-here":
                 raise
-            was_there = False
         await self.drop([checkpoint.id])
-        return was_there
 
     def _at_connected_workers(self, checkpoint: CheckpointInfo) -> list[CheckpointInfo]:
         same_step = [item for item in self.of_job(checkpoint.job) if item.step == checkpoint.step]

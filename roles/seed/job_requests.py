@@ -273,8 +273,8 @@ class JobRequests:
     async def _checkpoints_delete(self, params: Params, connection: Connection) -> Result:
         checkpoint = self._ports.checkpoints.find(text_of(params, "id", 256))
         controller = self._jobs.controllers.get(checkpoint.job)
-        was_there = await self._ports.checkpoints.delete(checkpoint, controller.stages if controller else 0)
-        return {"deleted": checkpoint.id, "was_there": was_there}
+        await self._ports.checkpoints.delete(checkpoint, controller.stages if controller else 0)
+        return {"deleted": checkpoint.id}
 
 
 def _wrong_state(controller: JobController, verb: str, why: str, remedy: str = "see p2ptrain jobs show") -> Refused:

@@ -237,8 +237,8 @@ async def serving_seed(
     async with AsyncExitStack() as stack:
         store = await SeedStore.open(world.disk, state_dir, world.threads, world.probe)
         stack.push_async_callback(store.close)
-        cluster_id = await store.call(Records.fact, "cluster-id", world.new_id)  # made once
-        term = int(await store.call(Records.known_fact, TERM_FACT) or 0)
+        cluster_id = await store.call(Records.fact, "cluster-id", world.new_id())
+        term = int(await store.call(Records.fact, TERM_FACT, "0"))
         identity = SeedIdentity(cluster_id, name[:NAME_CHARS], term)
         authority: Authority | None = None
         tasks: list[Callable[[], Coroutine[None, None, None]]] = [partial(_watch_directory, world.disk, state_dir)]

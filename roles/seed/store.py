@@ -152,13 +152,11 @@ class Records:
             change(copy)
             return file_of(copy)
 
-    def fact(self, name: str, make: Callable[[], str]) -> str:
+    def fact(self, name: str, first: str) -> str:
+        """What is stored under ``name``; ``first``, which is stored then, if there is nothing."""
         with self._transaction():
-            self._db.execute("INSERT OR IGNORE INTO facts VALUES (?, ?)", (name, make()))
+            self._db.execute("INSERT OR IGNORE INTO facts VALUES (?, ?)", (name, first))
             return str(self._one("SELECT value FROM facts WHERE name = ?", name))
-
-    def known_fact(self, name: str) -> str:
-        return str(self._one("SELECT value FROM facts WHERE name = ?", name) or "")
 
     # -------------------------------------------------------------------------------------------------- jobs and views
 

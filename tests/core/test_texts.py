@@ -95,6 +95,8 @@ def test_the_command_installs_the_packages_of_an_extra_for_this_interpreter(extr
 
 def test_pipx_and_uv_install_in_their_own_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pipx_metadata.json").touch()
-    assert install_command("experiments", tmp_path) == "pipx inject p2ptrain 'seaborn>=0.13'"
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert install_command("experiments") == "pipx inject p2ptrain 'seaborn>=0.13'"
+    monkeypatch.undo()
     monkeypatch.setattr(texts, "find_spec", lambda name: None)
     assert install_command("wandb") == f"uv pip install --python {sys.executable} 'wandb>=0.22'"

@@ -55,7 +55,7 @@ async def test_a_restored_seed_has_all_of_it_in_a_higher_term(tmp_path: Path) ->
     store = await SeedStore.open(world.disk, tmp_path / "two", world.threads)
     jobs = [job for job, _ in await store.call(Records.jobs)]
     assert {job.id: job.unsettled for job in jobs} == {"j1": True, "j2": False}
-    assert await store.call(Records.known_fact, "term") == "2"
+    assert await store.call(Records.fact, "term", "0") == "2"
     await store.close()
     with pytest.raises(UserError, match="already has a seed's database"):
         restore(world.disk, copies, tmp_path / "two")
