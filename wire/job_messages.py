@@ -268,7 +268,8 @@ def distance_key(rank: int) -> str:
 
 
 class CheckpointSaved(PartOfModel, Message, kind=26):
-    """Worker to seed: a checkpoint is durable on its disk. ``stage``, ``stages``: the part whose files it has."""
+    """Worker to seed: a checkpoint is durable on its disk. ``stage``, ``stages``: the part whose files it has.
+    ``held``: the steps of all checkpoints of that part that the worker has now."""
 
     job: str
     step: Count
@@ -276,6 +277,7 @@ class CheckpointSaved(PartOfModel, Message, kind=26):
     digest: str
     size_bytes: Count
     val_loss: float | None = None
+    held: Annotated[list[Count], Bound(0, 4096)] = field(default_factory=list)
 
 
 class LedgerRow(Declared):

@@ -164,6 +164,9 @@ class CheckpointStore:
             self._prune(self._keep, step)
         return _entry(target, step, encoded, meta, draft.sums)
 
+    def steps(self) -> list[int]:
+        return [step for step, _ in self._directories()]
+
     def entries(self) -> list[CheckpointEntry]:
         """All checkpoints with a readable manifest, newest first. Sizes and sums are not checked."""
         found = []

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from p2ptrain.core.checkpoints import best_step
 from p2ptrain.core.errors import P2PTrainError, Refused
 from p2ptrain.core.world import Clock
 from ring.coordination import CheckpointsSaved
-from ring.replicas import newest_kept
 from ring.token import is_lineage
 from ring.view import View
 from roles.seed.events import Announcements
@@ -46,14 +44,9 @@ class CheckpointCatalogue:
         """Read all checkpoints from the store. Raises ``StorageError``."""
         self.known = {item.id: item for item in await self._store.call(Records.checkpoints)}
 
-    async def record(
-        self, peer: ConnectedPeer, message: CheckpointSaved, *, keep: int, keeps_best: bool, stages: int
-    ) -> None:
-        """Record a checkpoint that is durable at ``peer``, and drop the records of those that the worker deleted.
-
-        A worker keeps the newest ``keep``, the newest that all ``stages`` of a split model have, and, if
-        ``keeps_best``, the one with the least validation loss.
-        """
+    async def record(self, peer: ConnectedPeer, message: CheckpointSaved, stages: int) -> None:
+        """Record a checkpoint that is durable at ``peer``, and drop the records of older ones that it has no more. A
+        message may be repeated over a new connection. ``stages``: of the job."""
         if message.stages not in (1, stages):
             return  # a part of an earlier layout
         stage = message.stage if message.stages > 1 else None
@@ -70,19 +63,13 @@ class CheckpointCatalogue:
             val_loss=message.val_loss if message.val_loss is not None and math.isfinite(message.val_loss) else None,
             stage=stage,
         )
-        known = self.known.get(info.id)
-        keep, best = max(keep, 2), -1
         mine = [item for item in self.of_job(info.job) if (item.peer_id, item.stage) == (info.peer_id, info.stage)]
-        newer = sum(item.step > info.step for item in mine)
-        mine = sorted([item for item in mine if item.id != info.id] + [info], key=lambda item: -item.step)
-        if keeps_best:
-            best = best_step((item.step, item.val_loss) for item in mine)
-        is_repeat = known is not None and known == replace(info, created_at=known.created_at)
-        if is_repeat or (newer >= keep and info.step != best):
-            return  # repeated over a new connection: it is recorded already, or was deleted since
+        dropped = [item.id for item in mine if item.step < info.step and item.step not in message.held]
+        if (known := self.known.get(info.id)) is not None:
+            info = replace(info, created_at=known.created_at)
+        if info == known and not dropped:
+            return
         self.known[info.id] = info
-        spared = {best, newest_complete_step(self.of_job(info.job), stages) if stages > 1 else 0}
-        dropped = [item.id for item in mine[keep:] if item.step not in spared]
         self._forget(dropped)
         self._announcements.touch("checkpoints", info.id)
         self._on_change(info.job)  # before it is stored, so that no view begins at a step before this one
@@ -237,9 +224,3 @@ def checkpoints_event(checkpoints: Iterable[CheckpointInfo]) -> CheckpointsSaved
             part = item.peer_id, item.stage
             parts[part] = parts.get(part, frozenset()) | {item.step}
     return CheckpointsSaved(wholes, parts)
-
-
-def newest_complete_step(checkpoints: Collection[CheckpointInfo], stages: int) -> int:
-    """The newest step of which every stage of a split model has a checkpoint at some worker; 0 if there is none."""
-    by_stage = [[frozenset({item.step for item in checkpoints if item.stage == stage})] for stage in range(stages)]
-    return newest_kept(by_stage, [frozenset({item.step for item in checkpoints if item.stage is None})])

@@ -146,7 +146,6 @@ class JobRequests:
             workers=profile.job.workers,
             micro_batches=profile.batch.micro_batches,
             steps_total=profile.job.steps,
-            keep=profile.checkpoint.keep,
             created_at=self._ports.clock.wall(),
             shape=shape.to_map() if shape else None,
         )

@@ -44,7 +44,6 @@ from wire.job_messages import (
     MAX_CHANGES,
     Assign,
     CatchUp,
-    CheckpointSaved,
     Hold,
     LedgerRows,
     Release,
@@ -494,12 +493,6 @@ class JobController:
         ports.survey.drop(peer.id)
         if report.status != "ready" or not ports.survey.measure_before(peer, self.core.peer_ids, post):
             await self.post(event)
-
-    async def record_checkpoint(self, peer: ConnectedPeer, message: CheckpointSaved) -> None:
-        keeps_best = self.profile is not None and self.profile.checkpoint.best
-        await self._ports.checkpoints.record(
-            peer, message, keep=self.record.keep, keeps_best=keeps_best, stages=self.stages
-        )
 
     async def record_step(self, message: StepMetrics) -> None:
         """Record a step that rank 0 reported. Steps that a later view took back are ignored."""

@@ -375,7 +375,7 @@ class Seed:
                 await self.store.make_room()
             case CheckpointSaved() if (saved_by := self.jobs.controllers.get(message.job)) is not None:
                 check_step(message, saved_by.record.steps_total)
-                await saved_by.record_checkpoint(peer, message)
+                await self.checkpoints.record(peer, message, saved_by.stages)
             case PartsHeld():
                 before, peer.parts = peer.parts, part_infos_of(peer.id, peer.name, message)
                 changed = [part for part in before | peer.parts if before.get(part) != peer.parts.get(part)]

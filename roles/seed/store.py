@@ -96,7 +96,6 @@ class JobRecord:
     workers: int
     micro_batches: int
     steps_total: int
-    keep: int
     created_at: float
     state: str = "waiting"
     reason: str = ""
@@ -180,8 +179,11 @@ class Records:
         self._db.execute("UPDATE jobs SET record = ? WHERE id = ?", (json.dumps(dataclasses.asdict(job)), job.id))
 
     def jobs(self) -> list[tuple[JobRecord, str]]:
-        rows = self._rows("SELECT record, spec FROM jobs ORDER BY created_at, id")
-        return [(JobRecord(**json.loads(record)), spec) for record, spec in rows]
+        found, names = list[tuple[JobRecord, str]](), {item.name for item in dataclasses.fields(JobRecord)}
+        for record, spec in self._rows("SELECT record, spec FROM jobs ORDER BY created_at, id"):
+            values = {name: value for name, value in json.loads(record).items() if name in names}  # others: once stored
+            found.append((JobRecord(**values), spec))
+        return found
 
     def forget_job(self, job: str) -> None:
         with self._transaction():

@@ -148,7 +148,7 @@ class CheckpointAssembler:
                 self._context.notify("warning", "not-gathered", f"{text}; its parts remain where they were saved")
             else:
                 self.problem = ""
-                announce(self._context, self._job, entry)
+                announce(self._context, self._job, entry, self.whole.held)
                 self._context.notify("info", "gathered", f"assembled a checkpoint of step {entry.step}: {entry.path}")
 
     async def _assemble(self, target: _Target) -> CheckpointEntry:
@@ -255,7 +255,7 @@ class CheckpointAssembler:
             await self.whole.go_back(restore_step)
         mine, wholes = await self._parts.entries(), await self.whole.entries()
         for entry in wholes:
-            announce(self._context, self._job, entry)
+            announce(self._context, self._job, entry, self.whole.held)
         if restore_step == 0 or (restore_step > 0 and await self._has_part(restore_step, lineage)):
             return
         newest = mine[0].step if mine else 0

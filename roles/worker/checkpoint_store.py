@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 class CheckpointFiles:
     """Saves, loads, verifies and deletes one job's checkpoints. ``tell`` shows (level, kind, text) to people. ``keep``
-    and ``best``: as in ``CheckpointStore``."""
+    and ``best``: as in ``CheckpointStore``. ``held``: the steps of those that were there after the last call."""
 
     def __init__(
         self,
@@ -52,6 +52,7 @@ class CheckpointFiles:
     ) -> None:
         self._thread, self.disk, self.root, self._tell = thread, disk, root, tell
         self._keep, self._best = keep, best
+        self.held = list[int]()
         self._opened: CheckpointStore | None = None
         self._wanted = -1  # a checkpoint that the job may go back to
 
@@ -148,7 +149,9 @@ class CheckpointFiles:
             if self._opened is None:
                 self._opened = CheckpointStore(self.disk, self.root, self._keep, best=self._best)
             self._opened.spared = frozenset({spared, self._wanted})
-            return call(self._opened)
+            result = call(self._opened)
+            self.held = self._opened.steps()
+            return result
 
         return await self._thread.submit(run)
 
@@ -209,7 +212,7 @@ class Checkpointing:
     async def announce_all(self) -> None:
         """Report all checkpoints: the seed may have lost its record of one."""
         for known in await self._files.entries():
-            announce(self._context, self._job, known, self._stage)
+            announce(self._context, self._job, known, self._files.held, self._stage)
 
     def has_saved(self, step: int, lineage: str) -> bool:
         return self._saved == (step, lineage)
@@ -256,7 +259,7 @@ class Checkpointing:
                 self._failed = key
             else:
                 self._saved, self.problem = key, ""
-                announce(self._context, self._job, entry, self._stage)
+                announce(self._context, self._job, entry, self._files.held, self._stage)
                 self._context.notify("info", "checkpoint-saved", f"step {step} saved to {entry.path}")
             finally:
                 copied.set()
@@ -294,8 +297,8 @@ class Checkpointing:
             await asyncio.wait(self._writing.values())
 
 
-def announce(context: Context, job: str, entry: CheckpointEntry, stage: Stage = WHOLE) -> None:
+def announce(context: Context, job: str, entry: CheckpointEntry, held: list[int], stage: Stage = WHOLE) -> None:
     val_loss = entry.meta.get("val_loss")
     known = float(val_loss) if isinstance(val_loss, float | int) else None
     facts = (job, entry.step, str(entry.path), entry.digest, entry.size_bytes, known)
-    context.send(CheckpointSaved(*facts, stage=stage.index, stages=stage.count))
+    context.send(CheckpointSaved(*facts, held, stage=stage.index, stages=stage.count))

@@ -25,7 +25,7 @@ from roles.seed.server import Seed
 from roles.seed.store import JobRecord, Records, SeedStore
 from tests.roles.in_process import Cluster
 
-JOB = JobRecord("j1", "first", "tiny", "sync", 2, 4, 100, 3, 5.0)
+JOB = JobRecord("j1", "first", "tiny", "sync", 2, 4, 100, 5.0)
 
 
 async def copied(tmp_path: Path, *, encrypted: bool = True) -> tuple[Path, World]:

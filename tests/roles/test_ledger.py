@@ -21,7 +21,7 @@ from tests.roles.in_process import Cluster
 from wire.job_messages import LedgerRow, LedgerRows
 from wire.records import LedgerHead
 
-JOB = JobRecord("j1", "first", "tiny", "sync", workers=2, micro_batches=8, steps_total=10**6, keep=3, created_at=1.0)
+JOB = JobRecord("j1", "first", "tiny", "sync", workers=2, micro_batches=8, steps_total=10**6, created_at=1.0)
 START = "00" * 16
 
 

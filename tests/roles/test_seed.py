@@ -493,11 +493,11 @@ async def test_a_worker_with_other_data_hears_what_to_do(bench: Bench) -> None:
 
 async def test_checkpoints_are_listed_as_their_holder_keeps_them_and_deleted_there(bench: Bench) -> None:
     a, _ = await bench.ring("a", "b")
-    for step in (10, 20, 30):
-        a.say(CheckpointSaved(a.job, step, f"/c/{step}", "d", 5, 1.5))
+    for step in (10, 20, 30, 10, 20, 30):  # a new connection repeats them
+        a.say(CheckpointSaved(a.job, step, f"/c/{step}", "d", 5, 1.5, [step - 10, step]))
     await a.beaten()
     listed = (await bench.ask("checkpoints.list", job="first"))["checkpoints"]
-    assert [item["step"] for item in listed] == [20, 30]  # the job keeps 2
+    assert [item["step"] for item in listed] == [20, 30]
     assert (listed[0]["id"], listed[0]["val_loss"]) == (f"{a.job}@20@a", 1.5)
 
     deleting = asyncio.create_task(bench.ask("checkpoints.delete", id=f"{a.job}@20@a"))
@@ -511,7 +511,7 @@ async def test_checkpoints_are_listed_as_their_holder_keeps_them_and_deleted_the
 async def test_a_restore_that_the_seed_did_not_live_to_see_is_carried_out_by_the_next(bench: Bench) -> None:
     a, b = await bench.ring("a", "b")
     for step in (10, 15):
-        a.say(CheckpointSaved(a.job, step, f"/c/{step}", "d", 5))
+        a.say(CheckpointSaved(a.job, step, f"/c/{step}", "d", 5, None, [10, 15]))
     await a.beaten()
     restoring = asyncio.create_task(bench.ask("checkpoints.restore", id=f"{a.job}@10@a"))
     a.say(Response((await a.hear(Request)).id, {"step": 10, "lineage": lineage_of(10)}))

@@ -20,7 +20,7 @@ from roles.seed import store as module
 from roles.seed.store import CheckpointChange, JobRecord, Records, SeedStore
 from wire.records import CheckpointInfo, EventInfo, MetricRow
 
-JOB = JobRecord("j1", "first", "tiny", "sync", workers=2, micro_batches=8, steps_total=400, keep=3, created_at=1.0)
+JOB = JobRecord("j1", "first", "tiny", "sync", workers=2, micro_batches=8, steps_total=400, created_at=1.0)
 
 
 def view(generation: int, step: int, *peer_ids: str) -> View:

@@ -66,7 +66,7 @@ class Controller:
     def __init__(self, store: SeedStore) -> None:
         self.id, self.profile, self.live = "job1", PROFILE, True
         self.core = SimpleNamespace(state="running", known_step=0)
-        self.record = JobRecord("job1", "tiny", "tiny", "sync", 2, 4, 100, 2, 1e9, finished_at=1e9 + 9)
+        self.record = JobRecord("job1", "tiny", "tiny", "sync", 2, 4, 100, 1e9, finished_at=1e9 + 9)
         self._store = store
 
     def info(self) -> JobInfo:
