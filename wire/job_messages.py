@@ -203,7 +203,7 @@ class ViewAnnounced(Message, kind=20, long=True):
     death_s: _Silence = 0.0
     streams: Annotated[int, Bound(1, MAX_STREAMS)] = 1
     sub_chunk_bytes: Annotated[int, Bound(0, MAX_SUB_CHUNK_BYTES)] = 0
-    codec: Annotated[str, Bound(one_of=CODEC_NAMES)] = "fp32"
+    codec: Annotated[str, Bound(pattern="|".join(CODEC_NAMES))] = "fp32"
     lenient: bool = False
     ledger_step: Count = 0
     stages: Annotated[int, Bound(1, MAX_STAGES)] = 1

@@ -332,7 +332,7 @@ WAYS = DIRECT, PUNCHED, REVERSED, RELAYED = "direct", "punched", "reversed", "re
 dialled it; a third passes the bytes on."""
 MAX_END_ADDRESSES = 5
 CircuitId = Annotated[str, Bound(pattern="[0-9a-f]{64}")]
-Side = Annotated[str, Bound(one_of=(CALLER, ANSWERER))]
+Side = Annotated[str, Bound(pattern=f"{CALLER}|{ANSWERER}")]
 
 
 class SocketAddress(Record):

@@ -36,13 +36,11 @@ class Bound:
     Attributes:
         least, most: of a number, which is then finite; or of the length of a text, bytes, a list or a map.
         pattern: regular expression that the whole text must match.
-        one_of: the allowed values.
     """
 
     least: float = -math.inf
     most: float = math.inf
     pattern: str = ""
-    one_of: tuple[Any, ...] = ()
 
     def check(self, value: Any, where: str) -> None:
         """Raise ``ProtocolError`` if ``value``, whose type is right, is out of bounds."""
@@ -52,12 +50,8 @@ class Bound:
             raise ProtocolError(f"{where} is {what}, expected {self}")
         if self.pattern and not re.fullmatch(self.pattern, value, re.ASCII):
             raise ProtocolError(f"{where} is {value[:40]!r}, which does not match {self.pattern}")
-        if self.one_of and value not in self.one_of:
-            raise ProtocolError(f"{where} is {str(value)[:40]!r}, expected one of {self}")
 
     def __str__(self) -> str:
-        if self.one_of:
-            return ", ".join(map(str, self.one_of))
         least, most = (f"{end:.0f}" if abs(end) < 1e6 else f"{end:.3g}" for end in (self.least, self.most))
         return " to ".join(end for end in (least, most) if "inf" not in end)
 

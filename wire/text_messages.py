@@ -114,7 +114,7 @@ class PieceWritten(Message, kind=72):
 class TextWritten(Message, kind=73):
     """The text is complete. ``stats``: figures by name."""
 
-    ended: Annotated[str, Bound(one_of=("stop", "end", "length", "cancelled"))]
+    ended: Annotated[str, Bound(pattern="stop|end|length|cancelled")]
     stats: dict[str, Any] = field(default_factory=dict)
 
 
@@ -210,7 +210,7 @@ class DrafterAddress(Message, kind=66):
     model: str
     vocab_size: Count
     tokenizer: str
-    role: Annotated[str, Bound(one_of=("drafter", "worker"))] = "drafter"
+    role: Annotated[str, Bound(pattern="drafter|worker")] = "drafter"
 
 
 class DraftOrder(Message, kind=65):

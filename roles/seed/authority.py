@@ -40,7 +40,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from p2ptrain.core.disk import Disk, write_atomic
 from p2ptrain.core.errors import ProtocolError, Refused, StorageError
 from p2ptrain.core.ids import is_id
-from wire.address import Ticket, local_ticket_path
+from wire.address import ID_BYTES, SECRET_BYTES, Ticket, local_ticket_path
 from wire.credentials import (
     CERTIFICATE_LIFETIME_S,
     SKEW_S,
@@ -68,8 +68,6 @@ MAX_EVICTED = 4096
 MAX_USES = 1_000_000
 REMOVED_AFTER_S = 7 * 86_400.0
 """How long a ticket is kept after its end, so that a peer that tries it is told why it is refused."""
-ID_BYTES = 6
-SECRET_BYTES = 16
 FIRST_TICKET_S = 7 * 86_400.0
 """Lifetime of the ticket shown at the start. Machines join within days; a ticket left in a chat must become useless."""
 LONGEST_TICKET_S = 366 * 86_400.0

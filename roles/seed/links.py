@@ -108,8 +108,7 @@ class Survey:
             await self.measure_among(peer_ids)
             then()
 
-        if self._start(measure(), "measure for a plan") is None:
-            then()
+        self._start(measure(), "measure for a plan")
 
     async def measure_among(self, peer_ids: Sequence[str]) -> None:
         workers = [peer for peer_id in sorted(peer_ids) if (peer := self._peers.get(peer_id)) is not None]

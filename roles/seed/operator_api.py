@@ -7,7 +7,6 @@ change jobs. What a request refuses is an answer (``Refused``); the connection l
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -259,14 +258,13 @@ class ClusterRequests:
         head = await self._ports.store.call(Records.ledger_head, controller.id)
         rows = await self._ports.store.call(Records.ledger_rows, controller.id, after, 512)
         runs = (run.to_map() for run in runs_of(rows))
-        begins = dataclasses.asdict(head) if head else None
+        begins = head.to_map() if head else None
         return {"head": begins, "runs": first_that_fit(runs), "windows": controller.record.windows}
 
     async def _jobs_views(self, params: Params, connection: Connection) -> Result:
         controller, after = self._find_job(params), whole_of(params, "after_generation", 0, 0, 2**53)
         views = await self._ports.store.call(Records.views, controller.id, after, MAX_ROWS)
-        items = [dataclasses.asdict(view) | {"members": list(view.members)} for view in views]
-        return {"views": first_that_fit(items)}
+        return {"views": first_that_fit(view.to_map() for view in views)}
 
     async def _recoveries_list(self, params: Params, connection: Connection) -> Result:
         controller, limit = self._find_job(params), whole_of(params, "limit", MAX_ROWS, 1, RECOVERIES_KEPT)

@@ -157,7 +157,7 @@ class ModelMeasurement(Record):
     first_bytes: Count
     last_bytes: Count
     tied_bytes: Count
-    dtype: Annotated[str, Bound(one_of=("fp32", "bf16", "fp16"))]
+    dtype: Annotated[str, Bound(pattern="fp32|bf16|fp16")]
     width: Annotated[int, Bound(1, 1 << 24)]
 
     def check(self) -> None:

@@ -22,14 +22,14 @@ Path = Annotated[str, Bound(0, 4096)]
 Epoch = Annotated[int, Bound(0, 1 << 31)]
 Index = Annotated[int, Bound(0, MAX_STAGES - 1)]
 Layer = Annotated[int, Bound(0, MAX_LAYERS)]
-Encoding = Annotated[str, Bound(one_of=tuple(ENCODINGS))]
+Encoding = Annotated[str, Bound(pattern="|".join(ENCODINGS))]
 Config = Annotated[str, Bound(0, 48 << 10)]
-Dtype = Annotated[str, Bound(one_of=("", "fp32", "bf16", "fp16"))]
-Weights = Annotated[str, Bound(one_of=("", *QUANTIZED))]
+Dtype = Annotated[str, Bound(pattern="(fp32|bf16|fp16)?")]
+Weights = Annotated[str, Bound(pattern=f"({'|'.join(QUANTIZED)})?")]
 
 
 class PeerAddress(Declared):
-    """Address of a peer. If ``host`` is empty, the seed's host is dialled."""
+    """Address of a peer, as the seed knows it."""
 
     peer: Id
     host: Host

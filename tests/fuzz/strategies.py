@@ -122,8 +122,6 @@ def _of_alternative(alternative: Any, bound: Bound | None, valid: bool) -> st.Se
 
 
 def _within(alternative: Any, bound: Bound) -> st.SearchStrategy[Any]:
-    if bound.one_of:
-        return st.sampled_from(bound.one_of)
     if bound.pattern:
         return st.from_regex(re.compile(bound.pattern, re.ASCII), fullmatch=True)
     least, most = max(bound.least, -(2.0**53)), min(bound.most, 2.0**53)
@@ -162,8 +160,8 @@ def conforms(value: Any, hint: Any) -> bool:
 def _is_within(value: Any, bound: Bound | None) -> bool:
     if bound is None:
         return True
-    if bound.one_of or bound.pattern:
-        return value in bound.one_of or re.fullmatch(bound.pattern, value) is not None
+    if bound.pattern:
+        return re.fullmatch(bound.pattern, value) is not None
     number = value if isinstance(value, int | float) else len(value)
     return math.isfinite(number) and bound.least <= number <= bound.most
 
