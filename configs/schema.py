@@ -629,6 +629,8 @@ _NEEDS: dict[str, tuple[tuple[str, tuple[Any, ...], str], ...]] = {
         ("local.overlap", (False,), "the members' vectors would differ in their steps"),
         ("federated.sample", (0,), "members that are not drawn have no vector"),
     ),
+    "robust.rule = mean": (("robust.byzantine", (0,), "the mean withstands no wrong vector"),),
+    "lora.base = bf16": (("device.precision", ("bf16", "bf16-weights"), "fp32 arithmetic needs weights in fp32"),),
     "federated.secure": (
         ("job.strategy", ("federated",), "masks are for averages of rounds"),
         ("ring.codec", ("fp32",), "masks cancel only in exact sums"),
@@ -766,9 +768,6 @@ def _check_server(profile: Profile) -> None:
 def _check_members(profile: Profile) -> None:
     """A robust rule, and secure aggregation, need some members of a step."""
     robust, federated = profile.robust, profile.federated
-    if robust.rule == "mean" and robust.byzantine:
-        why, remedy = "the mean withstands no wrong vector", "robust.byzantine = 0, or another rule"
-        raise _conflict(profile, "robust.rule", "robust.byzantine", why=why, remedy=remedy)
     if robust.rule and profile.job.workers < robust.least:
         why = f"this rule needs {robust.least} members for so many wrong ones"
         remedy = f"job.workers at least {robust.least}, or a smaller robust.byzantine"
@@ -803,9 +802,6 @@ def _check_lora(profile: Profile) -> None:
         if profile.ring.codec not in ("fp32", "bf16", "fp16"):
             why = "exact averages allow no codec that adds its error to the next round"
             raise _conflict(profile, "ring.codec", "federated.average", why=why, remedy=f"ring.codec = 'bf16', {other}")
-    if lora.base == "bf16" and not profile.device.precision.startswith("bf16"):
-        why, remedy = "fp32 arithmetic needs weights in fp32", "device.precision = 'bf16', or lora.base = 'fp32'"
-        raise _conflict(profile, "lora.base", "device.precision", why=why, remedy=remedy)
 
 
 def _check_cuts(profile: Profile) -> None:
