@@ -32,10 +32,10 @@ WAITING := $(filter-out tests/compute tests/roles $(PROCESSES) %/__pycache__,$(p
 
 test: $(VENV)/.installed-dev ## run all tests
 	@logs=$$(mktemp -d); \
-	$(BIN)/python -m pytest $(COMPUTING) > $$logs/computing 2>&1 & computing=$$!; \
-	$(BIN)/python -m pytest $(PROCESSES) > $$logs/processes 2>&1 & processes=$$!; \
+	$(BIN)/python -m pytest --durations=25 $(COMPUTING) > $$logs/computing 2>&1 & computing=$$!; \
+	$(BIN)/python -m pytest --durations=25 $(PROCESSES) > $$logs/processes 2>&1 & processes=$$!; \
 	trap 'kill $$computing $$processes 2>/dev/null; rm -rf $$logs' EXIT; trap 'exit 130' INT TERM; \
-	$(BIN)/python -m pytest $(WAITING); waited=$$?; \
+	$(BIN)/python -m pytest --durations=25 $(WAITING); waited=$$?; \
 	wait $$computing; computed=$$?; wait $$processes; ran=$$?; cat $$logs/*; \
 	test $$waited -eq 0 && test $$computed -eq 0 && test $$ran -eq 0
 

@@ -101,13 +101,12 @@ async def test_an_evaluation_by_workers_is_that_of_one_process(cluster: Cluster,
     text.write_text("\n".join(PROMPTS * 20))
     asked = ["evaluate", "--data", str(text), "--window", "64", "--json"]
     found = []
-    for more in ([], ["--split", "2"], ["--split"]):
+    for more in ([], ["--split", "2"]):
         process = await cluster.machine.start(*asked, *more, *(cluster.place if more else cluster.place[:2]))
         assert await process.end() == 0, process.text
         found.append(json.loads("\n".join(process.out)))
-    whole, split, shared = found
-    assert [len(document.get("split", [])) for document in found] == [0, 1, STAGES]
-    assert split["total"] == shared["total"], "the same bits"
+    whole, split = found
+    assert [len(document.get("split", [])) for document in found] == [0, 1]
     assert split["total"]["loss"] == pytest.approx(whole["total"]["loss"], abs=1e-5)
     assert split["total"]["tokens"] == whole["total"]["tokens"] == len(text.read_bytes())
 
