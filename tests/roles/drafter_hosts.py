@@ -360,6 +360,8 @@ async def write(
     """
     now = asyncio.get_running_loop().time
     engine = target or whole()
+    if target is not None:
+        engine.reserve(len(prompt) + tokens)
     engine.open("s", positions=len(prompt) + tokens, sampling=sampling)
     session = SlowSession(engine, len(prompt), pass_s, row_s, slowed, **chain)
     decoding = Decoding(prompt, max_new_tokens=tokens, most_passes=session.most_passes)
