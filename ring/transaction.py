@@ -15,7 +15,8 @@ Rules (those of ``ring.job_member`` hold, too)
    leave: stop, because a member leaves; snapshot: copy the state for workers that fetch it; stop: this step is the
    job's last, which all members must say). All see the same tokens, so all stop, or save, after the same step.
 5. A step is *confirmed* when every member has sent the digest of its state after the step. A member that sent this
-   digest has applied the step, and no break can take it back. Only a confirmed step becomes a checkpoint.
+   digest has applied the step, and no break can take it back. The step with which a view begins is confirmed, too: the
+   seed has stored it. Only a confirmed step becomes a checkpoint.
 6. The shares of a step follow from the tokens of the step before it (``ring.token.Shares``), which all members see,
    or from the view and the step's number (``ring.token.ShareRule``). Those of a view's first step are in the view.
    Every applied step is recorded with the view and the shares in which it was computed, even if a later view redoes it.

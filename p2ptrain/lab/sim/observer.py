@@ -7,8 +7,8 @@
 - *no fork*: members of one generation commit one lineage per step. A view begins on the line of commits that earlier
   generations left. It takes back no step whose checkpoint the seed has recorded, unless the job was restored;
 - *old generations change nothing*: once a newer generation was minted, commits of an older one never enter the line;
-- *confirmed*: a checkpoint is of a step that every member of its generation has applied; with strategy 'server', its
-  writer;
+- *confirmed*: a checkpoint is of a step that every member of its generation has applied, or with which the generation
+  began: a member that leaves may save that before a newcomer was healed; with strategy 'server', that its writer has;
 - *ledger*: an audit finds no fault, and the seed's rows are committed steps. At the end the steps up to the newest that
   a live member knows are recorded, unless the seed gave up a gap; then no member of its view knew these steps, also not
   from the checkpoint that it loaded;
@@ -191,7 +191,7 @@ class ViewHistory:
         saved_step: newest step of the line whose checkpoint the seed has recorded.
         saved_stages: step of the line → stages of which the seed has recorded a checkpoint.
         left_at: steps at which a view began with another lineage: only a side that was cut off survived.
-        members: generation → hosts.
+        began: generation → step and lineage. members: generation → hosts.
         committed: generation, step → lineage.
         replicas: in the newest view.
         kept: step and members of the next view if only the seed was lost.
@@ -202,6 +202,7 @@ class ViewHistory:
     saved_step: int = 0
     saved_stages: dict[int, set[int]] = field(default_factory=dict)
     left_at: set[int] = field(default_factory=set)
+    began: dict[int, tuple[int, str]] = field(default_factory=dict)
     members: dict[int, set[str]] = field(default_factory=dict)
     committed: dict[tuple[int, int], str] = field(default_factory=dict)
     replicas: int = 0
@@ -280,8 +281,9 @@ class CheckpointChecks:
         if process is machine.process and len(stages) == 1:
             self._rows[digest] = first
         generation = meta.get("generation")
-        members = self._history.members.get(generation if isinstance(generation, int) else 0, set())
-        members = {machine.host} if self._any_step else members
+        generation = generation if isinstance(generation, int) else 0
+        is_start = self._history.began.get(generation) == (step, lineage)
+        members = {machine.host} if self._any_step or is_start else self._history.members.get(generation, set())
         behind = members - self._members.holders.get((step, lineage), set())
         self._report.check(
             "confirmed", not behind, f"{machine.host} saved step {step}, which {sorted(behind)} never applied"
@@ -446,6 +448,7 @@ class Observer:
             restored or known == view.lineage,
             f"generation {view.generation} begins at step {view.step} with another lineage",
         )
+        line.began[view.generation] = view.step, view.lineage
         if self._is_server:
             held = self.members.holders.get((view.step, view.lineage))
             check("versions", bool(held), f"nobody ever held the step {view.step} of the next view")
