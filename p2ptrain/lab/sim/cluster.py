@@ -147,7 +147,8 @@ class SimMachine(ObservedMachine):
     def restore(self, copy: bytes) -> None:
         self.lose_disk()
         write_copy(self.disk.view_for(Process(self.host)), BACKUP, copy)
-        self._simulation.observer.restored([machine.host for machine in self._simulation.live if machine.left])
+        sound = [machine for machine in self._simulation.live if machine.left and not machine.misconduct.kind]
+        self._simulation.observer.restored([machine.host for machine in sound])
         self.start()
 
     def _new_disk(self) -> MachineDisk:

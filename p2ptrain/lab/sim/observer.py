@@ -476,7 +476,8 @@ class Observer:
         line.lineages[view.step] = view.lineage
 
     def restored(self, live: Sequence[str]) -> None:
-        """The seed starts from a backup copy. If all members of a ring live, the next view keeps all of them."""
+        """The seed starts from a backup copy. ``live``: workers that live and do as they should. If all members of a
+        ring do, the next view keeps all of them."""
         line = self.history
         begun = any(generation == line.generation for generation, _ in line.committed)  # then all know the view
         if begun and line.newest_members <= set(live):
