@@ -297,7 +297,7 @@ class ProbeContext:
 
     def _connected(self) -> SeedClient:
         if self._client is None:
-            raise ProbeSkipped("it needs a ticket of the seed: p2ptrain ticket new --operator")
+            raise ProbeSkipped("it needs a ticket of the seed: p2ptrain ticket new --role operator")
         return self._client
 
 

@@ -303,7 +303,7 @@ def _print_ready(
         console.event(
             "info", f"elsewhere, join with:        the same; `p2ptrain ticket code{seed}`, here, shows digits for it"
         )
-        new = f"p2ptrain ticket new --operator{seed}"
+        new = f"p2ptrain ticket new --role operator{seed}"
         console.event("info", f"elsewhere, watch with:       p2ptrain tui TICKET   (`{new}`, here, prints one)")
         console.event("info", "elsewhere, join without digits by this line, which holds a ticket and is a secret:")
     if ticket is not None:

@@ -9,7 +9,6 @@ import typer
 from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import print_json, print_table
 from p2ptrain.cli.runtime import JsonOption, SeedOption, YesOption, ask, confirm, is_text, not_empty, option
-from p2ptrain.core.errors import UserError
 from p2ptrain.core.texts import check_one_of, human_seconds, human_time, printable, seconds_of
 
 if TYPE_CHECKING:
@@ -20,8 +19,7 @@ app = new_typer(help="Make, list, revoke and replace the tickets with which othe
 
 @app.command("new")
 def new(
-    operator: Annotated[bool, option("--operator", "Ticket for an operator; default: for a worker.")] = False,
-    role: Annotated[str, option("--role ROLE", "worker, verifier, drafter or operator.")] = "",
+    role: Annotated[str, option("--role ROLE", "worker, verifier, drafter or operator.")] = "worker",
     expires: Annotated[str, option("--expires TIME", "How long the ticket is valid: 30m, 12h, 7d.")] = "7d",
     uses: Annotated[int | None, option("--uses N", "Peers that may use it; default: any number.", min=1)] = None,
     host: Annotated[str, option("--host ADDRESS", "The seed's address for other machines.", callback=is_text)] = "",
@@ -33,16 +31,13 @@ def new(
     \b
     Examples:
       p2ptrain ticket new
-      p2ptrain ticket new --operator --expires 1h --uses 1
+      p2ptrain ticket new --role operator --expires 1h --uses 1
       p2ptrain ticket new --host seed.example.org > ticket.txt
       p2ptrain ticket new --role verifier
       p2ptrain ticket new --role drafter --expires 1d
     """
-    if operator and role not in ("", "operator"):
-        raise UserError("--operator and --role exclude each other", remedy="leave one of them out")
     from wire.address import ROLES
 
-    role = role or ("operator" if operator else "worker")
     check_one_of("--role", role, ROLES)
     expires_s = seconds_of(expires, "--expires")
     _print_ticket(*ask(seed, lambda client: client.new_ticket(role, expires_s, uses, host)), as_json)

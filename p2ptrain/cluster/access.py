@@ -215,7 +215,7 @@ async def reach(target: Ticket | tuple[str, int], caller: Caller, base: Network,
 
 
 def _advice(caller: Caller, *, own: bool) -> str:
-    option = {"worker": "", "operator": " --operator"}.get(caller.role, f" --role {caller.role}")
+    option = "" if caller.role == "worker" else f" --role {caller.role}"
     text = f"on the seed's machine, `p2ptrain ticket new{option}` prints one: give it in place of the address"
     return f"{text}; or ask as the user who runs it" if own else text
 

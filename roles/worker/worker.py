@@ -185,7 +185,7 @@ class Worker(MemberProcess):
 
     def _make_hello(self) -> Hello:
         hello, view = super()._make_hello(), self._runner.core.view if self._runner else None
-        abilities: dict[str, Scalar] = {"measures": True, "follows": True, "gauges": self._measure_flops is not None}
+        abilities: dict[str, Scalar] = {"measures": True, "gauges": self._measure_flops is not None}
         if self._runner is not None:
             abilities["stages"] = self._runner.stage.count
         generation = view.generation if view else 0

@@ -111,7 +111,7 @@ async def test_a_machine_that_has_joined_needs_no_access_as_an_operator(
     visit = ProbeContext(TcpNetwork(), LoopClock(), cluster.address, None)
     try:
         assert isinstance(await run_probes(visit.probes(join=False), lines.append), UserError), "it has no access yet"
-        assert "ticket new --operator" in lines[2].remedy
+        assert "ticket new --role operator" in lines[2].remedy
         await reach(cluster.ticket("worker"), Caller("worker", store, [], "a1"), TcpNetwork())
         lines.clear()
         assert await run_probes(visit.probes(join=True), lines.append) is None, lines
@@ -123,7 +123,7 @@ async def test_a_machine_that_has_joined_needs_no_access_as_an_operator(
         "round trip": None,
     }
     assert "access as a worker" in lines[2].detail
-    assert "ticket new --operator" in lines[3].detail
+    assert "ticket new --role operator" in lines[3].detail
 
 
 @pytest.mark.parametrize("name", ["dial-back", "clock"])

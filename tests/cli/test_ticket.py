@@ -31,7 +31,8 @@ RECORD = {"id": "00112233aabb", "role": "worker", "kind": "first", "host": "10.0
 
 def test_a_new_ticket_is_alone_on_standard_output(command: Command, fake_seed: Any) -> None:
     fake_seed.answers["tickets.new"] = {"ticket": RECORD, "text": str(SAMPLE)}
-    outcome = command("ticket", "new", "--operator", "--expires", "90m", "--uses", "2", "--host", "seed.example.org")
+    how = ["--role", "operator", "--expires", "90m", "--uses", "2", "--host", "seed.example.org"]
+    outcome = command("ticket", "new", *how)
     assert (outcome.code, outcome.out) == (0, f"{SAMPLE}\n")
     assert "keep it secret" in outcome.err
     params = {"role": "operator", "expires_s": 5400.0, "uses": 2, "host": "seed.example.org"}
@@ -202,7 +203,7 @@ async def test_what_a_ticket_gave_is_good_for_its_role_alone(cluster: Cluster, t
             assert (f"add --role {role}" in refusal.value.remedy) == (
                 other == "worker" and role in ("verifier", "drafter")
             )
-            asked = {"worker": "new`", "operator": "--operator"}.get(other, f"--role {other}")
+            asked = "new`" if other == "worker" else f"--role {other}"
             assert asked in wanted.value.remedy
             assert asked in refusal.value.remedy
 

@@ -52,9 +52,8 @@ class Cluster:
         return dict(json.loads("\n".join(process.out)))
 
     async def ticket_of(self, role: str, *, ipv6: bool = False) -> str:
-        option = ["--operator"] if role == "operator" else ["--role", role]
         host = ["--host", self.seed_at.address6 if ipv6 else self.seed_at.address]
-        made = await self.here("ticket", "new", *option, *host)
+        made = await self.here("ticket", "new", "--role", role, *host)
         return str(made["text"])
 
     async def join(self, name: str, *arguments: str, role: str = "", **kind: Any) -> Any:
