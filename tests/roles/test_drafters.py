@@ -76,7 +76,7 @@ async def test_the_text_is_that_of_plain_decoding_and_comes_sooner(sampling: Sam
         assert written.ends[-1] - began < 0.8 * 100 * 0.05
         (facts,) = written.facts
         assert abs(facts.latency_ms - one_way_ms) < 2
-        assert 0 < facts.bytes_in + facts.bytes_out < 24 * 100
+        assert 0 < facts.bytes_in + facts.bytes_out < 48 * 100
 
 
 async def test_a_drafter_reports_verifiers_that_connect_and_leave() -> None:
