@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import PureWindowsPath
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
 from p2ptrain.core.errors import ProtocolError
@@ -522,6 +522,17 @@ class Profile(Table):
     membership: Membership = Membership()
     track: Track = Track()
     drafter: Drafter = Drafter()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_older(cls, tables: Any, info: ValidationInfo) -> Any:
+        """Of stored jobs, ``server.optimizer`` is an older name of ``optimizer.name``, for strategy 'server' only."""
+        match tables:
+            case {"server": {"optimizer": older, **server}, "job": {"strategy": kind}, "optimizer": {**optimizer}}:
+                if info.mode == "json":
+                    name = {"name": "sgd"} if (older, kind) == ("sgd", "server") else {}
+                    return tables | {"server": server, "optimizer": optimizer | name}
+        return tables
 
     @model_validator(mode="after")
     def _cross_check(self) -> Profile:

@@ -56,6 +56,19 @@ def test_the_longest_profile_fits_a_spec() -> None:
     assert Profile.from_spec_untrusted(profile.to_spec()) == profile
 
 
+@pytest.mark.parametrize(
+    ("strategy", "older", "name"), [("server", "sgd", "sgd"), ("server", "adamw", "muon"), ("sync", "sgd", "muon")]
+)
+def test_a_job_that_was_stored_with_the_older_name_of_its_optimizer_can_be_read(
+    strategy: str, older: str, name: str
+) -> None:
+    tables = Profile.model_validate({"job": {"strategy": strategy}, "optimizer": {"name": "muon"}}).model_dump()
+    tables["server"]["optimizer"] = older
+    assert Profile.from_spec_untrusted(json.dumps(tables)).optimizer.name == name
+    with pytest.raises(ValidationError, match=r"server\.optimizer"):  # of a new profile
+        Profile.model_validate(tables)
+
+
 def test_profiles_do_not_change() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         Profile().job.steps = 3
