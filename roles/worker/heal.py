@@ -358,13 +358,16 @@ class StateFetch:
             return
         table = self._table
         offers = [source.offer for source in self.receiver.sources.values() if source.offer is not None]
-        held = OfferedState(self._request.have_step, self._request.have_lineage)
+        request, chosen = self._request, most_frequent(offer for offer in offers if offer.root)  # not of steps only
+        held = OfferedState(request.have_step, request.have_lineage)
         if self._chosen is None and self._unanswered and held not in offers:
-            return
+            lacks_few = request.have_step >= 0 and 0 <= request.step - request.have_step <= self.steps.log_steps
+            if lacks_few or chosen is None or 2 * offers.count(chosen) <= self._conversations:
+                return  # else no answer changes what is fetched, and a source that lives may never answer
         if held in offers and not table.root:
             self._chosen = held
             return
-        self._chosen = chosen = most_frequent(offer for offer in offers if offer.root)  # not offers of steps only
+        self._chosen = chosen
         if chosen is None:
             return
         if not table.root:

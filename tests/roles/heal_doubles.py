@@ -20,6 +20,7 @@ from p2ptrain.core.world import LoopClock, Network, World
 from p2ptrain.lab.stand_in import StandInEngine
 from ring.token import first_lineage, next_lineage
 from ring.view import View
+from roles.line import Line
 from roles.snapshots import Snapshots, digest_of
 from roles.worker.context import BeatTimes, PeerContext
 from roles.worker.heal_source import HealSource
@@ -283,6 +284,12 @@ async def another_state(member: Member, connection: Connection, hello: Hello) ->
 
 async def is_silent(member: Member, connection: Connection, hello: Hello) -> None:
     await connection.closed.wait()
+
+
+async def offers_nothing(member: Member, connection: Connection, hello: Hello) -> None:
+    """Lives, and never has a state to offer."""
+    async with Line(connection).keep_alive():
+        await connection.closed.wait()
 
 
 async def goes_silent(member: Member, connection: Connection, hello: Hello) -> None:
