@@ -58,13 +58,12 @@ class PairPath:
 
 @dataclass(slots=True)
 class OrderedCircuit:
-    """A circuit, until ``LIVES_S`` after its order. ``point``: the meeting point; ``relay``: its name, if a third is.
-    ``is_made``: its caller has reported its way. Later it may report only that it failed."""
+    """A circuit, until ``LIVES_S`` after its order. ``point``: the meeting point. ``is_made``: its caller has reported
+    its way. Later it may report only that it failed."""
 
     caller: str
     answerer: str
     point: str
-    relay: str
     until: float
     trial: bool
     is_made: bool = False
@@ -178,7 +177,7 @@ class CircuitBroker:
             name = relay.name
             relay.send(CircuitOrder(circuit_id, LIVES_S, ends))
         self._ordered[caller_id] += 1
-        self._orders[circuit_id] = OrderedCircuit(caller_id, answerer.id, point, name, now + LIVES_S, trial)
+        self._orders[circuit_id] = OrderedCircuit(caller_id, answerer.id, point, now + LIVES_S, trial)
         circuit = Circuit(circuit_id, caller_id, answerer.id, CALLER, relay=name, tries_direct=tries_direct)
 
         located = circuit if relay is None else replace(circuit, host=relay.host, port=relay.port)
