@@ -527,11 +527,10 @@ class Profile(Table):
     @classmethod
     def _read_older(cls, tables: Any, info: ValidationInfo) -> Any:
         """Of stored jobs, ``server.optimizer`` is an older name of ``optimizer.name``, for strategy 'server' only."""
-        match tables:
-            case {"server": {"optimizer": older, **server}, "job": {"strategy": kind}, "optimizer": {**optimizer}}:
-                if info.mode == "json":
-                    name = {"name": "sgd"} if (older, kind) == ("sgd", "server") else {}
-                    return tables | {"server": server, "optimizer": optimizer | name}
+        match info.mode, tables:
+            case "json", {"server": {"optimizer": old, **rest}, "job": {"strategy": kind}, "optimizer": {**optimizer}}:
+                name = {"name": "sgd"} if (old, kind) == ("sgd", "server") else {}
+                return tables | {"server": rest, "optimizer": optimizer | name}
         return tables
 
     @model_validator(mode="after")
