@@ -204,7 +204,9 @@ class CostModel:
             self._left -= tokens
             self._refill(tokens)
             if self._left <= 0 and self.step_s:
-                self._begin()
+                self.resting, self._tried = False, 0
+                self._tokens = self._seconds = 0.0
+                self._without_drafts = MovingAverage()
             return
         if not drafts:
             self._without_drafts.add(step_s)
@@ -225,9 +227,3 @@ class CostModel:
     def _refill(self, tokens: int) -> None:
         """Let the budget grow by 3 % of plain decoding time: so much may be lost in the long run."""
         self._budget = max(self._budget, min(FIRST_BUDGET, self._budget + 0.03 * tokens))
-
-    def _begin(self) -> None:
-        self.resting = False
-        self._without_drafts = MovingAverage()
-        self._tokens = self._seconds = 0.0
-        self._tried = 0
