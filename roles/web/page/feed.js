@@ -8,17 +8,23 @@ const KEY = "api-key"; // kept for this tab only
 
 /** An error for people: what happened, and what to do. */
 export class Problem extends Error {
-  constructor(message, remedy = "", status = 0) {
+  /** `details`: the error's other fields; `retryAfterS`: when the seed wants to be asked again. */
+  constructor(message, remedy = "", status = 0, details = {}, retryAfterS = 0) {
     super(message);
-    this.remedy = remedy;
-    this.status = status;
+    Object.assign(this, { remedy, status, details, retryAfterS });
   }
 }
 
 export const setKey = (key) => sessionStorage.setItem(KEY, key);
 
-/** Send a request and return the JSON of the answer. Raises Problem. */
-export async function ask(path, { method = "GET", body, timeoutS = 90 } = {}) {
+/** Send a request to the API and return the JSON of the answer. Raises Problem. */
+export async function ask(path, { timeoutS = 90, ...options } = {}) {
+  const answer = await request(BASE + path, { timeoutS, ...options });
+  return answer.json().catch(() => ({}));
+}
+
+/** Send a request and return its answer. Raises Problem, and AbortError after `signal`. */
+export async function request(path, { method = "GET", body, timeoutS, signal } = {}) {
   const key = sessionStorage.getItem(KEY);
   if (key && !/^[\x21-\x7e]+$/.test(key)) {
     sessionStorage.removeItem(KEY); // a browser cannot send it
@@ -29,16 +35,17 @@ export async function ask(path, { method = "GET", body, timeoutS = 90 } = {}) {
   let answer;
   try {
     const options = { method, headers, body: body && JSON.stringify(body), cache: "no-store" };
-    answer = await fetch(BASE + path, { ...options, signal: AbortSignal.timeout(1000 * timeoutS) });
+    answer = await fetch(path, { ...options, signal: timeoutS ? AbortSignal.timeout(1000 * timeoutS) : signal });
   } catch (error) {
+    if (error.name === "AbortError") throw error;
     const why = error.name === "TimeoutError" ? `did not answer within ${timeoutS} s` : "cannot be reached";
     const remedy = "is it running, and is the network up? Training goes on without it";
     throw new Problem(`the seed at ${location.host} ${why}`, remedy);
   }
-  const said = await answer.json().catch(() => ({}));
-  if (answer.ok) return said;
-  const { message, remedy } = said.error ?? {};
-  throw new Problem(message ?? `the seed answered ${answer.status} ${answer.statusText}`, remedy, answer.status);
+  if (answer.ok) return answer;
+  const { error = {} } = await answer.json().catch(() => ({}));
+  const message = error.message ?? `the seed answered ${answer.status} ${answer.statusText}`;
+  throw new Problem(message, error.remedy, answer.status, error, Number(answer.headers.get("retry-after")));
 }
 
 /** The connection. It is `live`, `connecting`, `lost` (until `retryAt`, Unix ms), or `locked` (a key is needed). */
@@ -114,10 +121,13 @@ export class Feed {
 
   /** There is no job, so there is no stream to follow: look at the nodes, and for a job a little later. */
   async #lookAgain() {
-    const [{ cluster }, nodes] = await Promise.all([ask("metrics/cluster/summary"), ask("cluster/nodes?limit=200")]);
+    const paths = ["metrics/cluster/summary", "cluster/nodes?limit=200", "serving?limit=200"];
+    const [{ cluster }, nodes, serving] = await Promise.all(paths.map((path) => ask(path)));
     this.#store.apply("cluster", [cluster]);
     this.#store.peers.clear();
     this.#store.apply("peers", nodes.items);
+    this.#store.serving.clear();
+    this.#store.apply("serving", serving.items);
     this.heardAt = Date.now();
     this.#enter("live");
     await new Promise((resolve) => {

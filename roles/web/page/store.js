@@ -67,6 +67,7 @@ export class Store {
   jobs = new Map();
   checkpoints = new Map();
   serving = new Map();
+  parts = new Map();
   events = new Map();
   recoveries = new Map();
   #snapshot = null; // topic → ids of the snapshot that is arriving
@@ -116,7 +117,7 @@ export class Store {
   }
 
   #endSnapshot() {
-    for (const kind of ["peers", "jobs", "checkpoints", "serving"]) {
+    for (const kind of ["peers", "jobs", "checkpoints", "parts", "serving"]) {
       const ids = this.#snapshot?.get(kind);
       for (const id of this.#snapshot ? [...this[kind].keys()] : []) if (!ids?.has(id)) this[kind].delete(id);
     }
@@ -125,7 +126,7 @@ export class Store {
 
   #enter(cluster) {
     if (cluster && this.cluster && cluster.cluster_id !== this.cluster.cluster_id) {
-      for (const kind of ["peers", "jobs", "checkpoints", "serving", "events"]) this[kind].clear();
+      for (const kind of ["peers", "jobs", "checkpoints", "parts", "serving", "events"]) this[kind].clear();
       this.choose("");
     }
     this.cluster = cluster ?? this.cluster;
