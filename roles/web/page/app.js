@@ -1,7 +1,8 @@
 // The page: connects the feed, the store and what is drawn; carries out what the person asks for.
 
 import { Charts } from "./charts.js";
-import { announce, byId, confirmed, fill, h, notify, openDialog, setText, svg } from "./dom.js";
+import { Chat } from "./chat.js";
+import { announce, byId, confirmed, copy, fill, h, notify, openDialog, setText, svg } from "./dom.js";
 import { Feed, Problem, ask, setKey } from "./feed.js";
 import * as format from "./format.js";
 import { Panels, verbsOf } from "./panels.js";
@@ -18,6 +19,7 @@ const feed = new Feed(store, draw);
 const charts = new Charts(byId("charts"));
 const ring = new Ring(byId("ring"));
 const panels = new Panels(store, (action, record) => act(action, record));
+const chat = new Chat(store, { changed: showView, unlock });
 const theJob = () => store.jobs.get(store.job);
 
 // ------------------------------------------------------------------------------------------------------------ actions
@@ -155,12 +157,6 @@ async function showWatchLink() {
   }
 }
 
-function copyCommand() {
-  const place = byId("command-text");
-  const byHand = () => getSelection().selectAllChildren(place); // if the browser forbids to copy
-  navigator.clipboard.writeText(place.textContent).then(() => notify("Copied"), byHand);
-}
-
 async function unlock(problem) {
   setText(byId("unlock-text"), text(problem.message));
   const form = await openDialog("unlock");
@@ -214,6 +210,7 @@ function drawNow() {
   drawCharts(job);
   ring.update(job, store.peers);
   panels.update(job, byId("filter").value);
+  chat.update(feed.state === "live");
   tellChanges(job);
 }
 
@@ -332,7 +329,22 @@ function nextJob(by) {
   if (to) chooseJob(to);
 }
 
+const isChatting = () => document.body.classList.contains("is-chatting");
+
+/** Show the chat, if the address names it, or else all other sections. */
+function showView() {
+  byId("to-chat").hidden = !chat.isAvailable;
+  const isWanted = location.hash === "#chat" && chat.isAvailable;
+  if (isWanted === isChatting()) return;
+  document.body.classList.toggle("is-chatting", isWanted);
+  if (isWanted) byId("to-chat").setAttribute("aria-current", "page");
+  else byId("to-chat").removeAttribute("aria-current");
+  if (isWanted) chat.focus();
+  else byId(location.hash.slice(1))?.scrollIntoView();
+}
+
 function go(section) {
+  if (section === "chat" || isChatting()) return void (location.hash = section);
   const place = byId(section);
   place.tabIndex = -1;
   place.scrollIntoView();
@@ -362,15 +374,17 @@ function press(event) {
   const isTyping = event.target.matches("input, textarea, select") || document.querySelector("dialog[open]");
   if (isTyping || event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
   if (!byId("single-keys").checked && event.key !== "?") return;
-  const section = SECTIONS[Number(event.key) - 1];
-  if (!section && !Object.hasOwn(SHORTCUTS, event.key)) return;
+  const section = /^\d$/.test(event.key) && SECTIONS[event.key];
+  const isKnown = Object.hasOwn(SHORTCUTS, event.key) && (!isChatting() || "tr?".includes(event.key));
+  if (!section && !isKnown) return;
   event.preventDefault();
   if (section) go(section);
   else SHORTCUTS[event.key][1]();
 }
 
 function start() {
-  const more = { [`1 – ${SECTIONS.length}`]: ["Go to a section"], "← →": ["Read the chart in focus"] };
+  const sections = { 0: ["Chat with a model"], [`1 – ${SECTIONS.length - 1}`]: ["Go to a section"] };
+  const more = { ...sections, "← →": ["Read the chart in focus"] };
   const explained = ([key, [about]]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, about)];
   byId("shortcut-list").append(...Object.entries({ ...SHORTCUTS, ...more }).flatMap(explained));
   const single = byId("single-keys");
@@ -382,13 +396,14 @@ function start() {
     phone: showWatchLink,
     theme: switchTheme,
     help: SHORTCUTS["?"][1],
-    copy: copyCommand,
+    copy: () => copy(byId("command-text").textContent, byId("command-text")),
     retry: () => (feed.state === "locked" ? unlock(feed.problem) : feed.retry()),
   };
   for (const [id, does] of Object.entries(clicks)) byId(id).addEventListener("click", () => does());
   byId("job").addEventListener("change", ({ target }) => target.value && chooseJob(target.value));
   for (const id of ["filter", "range"]) byId(id).addEventListener("input", draw);
   document.addEventListener("keydown", press);
+  addEventListener("hashchange", showView);
   system.addEventListener("change", () => charts.repaint());
   setInterval(draw, 1000); // ages and the time until the next try
   setInterval(loadExperiments, EXPERIMENTS_MS);

@@ -163,3 +163,9 @@ export function notify(said, { remedy = "", role = "good" } = {}) {
   while (notes.childElementCount > 4) notes.firstElementChild.remove();
   if (role !== "bad") setTimeout(() => note.remove(), 6000);
 }
+
+/** Copy `text`, or select `place`, which shows it, if the browser forbids to copy. */
+export function copy(text, place) {
+  const byHand = () => getSelection().selectAllChildren(place);
+  navigator.clipboard.writeText(text).then(() => notify("Copied"), byHand);
+}

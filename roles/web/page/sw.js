@@ -3,8 +3,9 @@
 const CACHE = "page";
 const ANSWER_MS = 3000; // a seed that answers later is taken for one that is away
 
-const NAMES = `theme.js style.css app.js charts.js docs.html docs.js dom.js feed.js format.js panels.js ring.js store.js icon.svg icon.png
-  uplot/uPlot.iife.min.js uplot/uPlot.min.css manifest.webmanifest`;
+const NAMES = `theme.js style.css app.js charts.js chat.js completion.js conversations.js docs.html docs.js dom.js feed.js
+  format.js markdown.js messages.js panels.js ring.js store.js icon.svg icon.png manifest.webmanifest
+  markdown-it/markdown-it.umd.min.js uplot/uPlot.iife.min.js uplot/uPlot.min.css`;
 const SHELL = ["/", ...NAMES.split(/\s+/)].map((path) => new URL(path, location.href).href);
 
 self.addEventListener("install", (event) => {

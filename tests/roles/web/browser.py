@@ -102,9 +102,13 @@ class Tab:
         await self.call("Emulation.setDeviceMetricsOverride", **shape)
 
     async def press(self, key: str) -> None:
-        text = "\r" if key == "Enter" else key
+        text = "\r" if key == "Enter" else key if len(key) == 1 else ""
         for kind in ("keyDown", "keyUp"):
             await self.call("Input.dispatchKeyEvent", type=kind, key=key, text=text)
+
+    async def write(self, text: str) -> None:
+        """Write where the focus is."""
+        await self.call("Input.insertText", text=text)
 
     async def picture(self) -> bytes:
         """A PNG of what the tab shows."""

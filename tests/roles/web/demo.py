@@ -8,14 +8,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import MagicMock
 
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
 from p2ptrain.core.errors import ConnectionLost
 from p2ptrain.lab.experiments.endpoints import ExperimentInfo, Experiments
+from roles.http.answers import JsonApp, Problem, json_bytes, json_response, while_wanted
 from roles.http.server import serving
 from roles.seed.events import STATE_TOPICS, Announcements, Subscription
 from roles.web.app import WebApp
@@ -24,6 +30,25 @@ from wire.messages import Update
 from wire.records import TOPICS, EventInfo, JobInfo, MetricRow, RecoveryInfo
 
 TICK_S = 0.25
+PIECE_S = 0.03
+ANSWER = """\
+A ring sums gradients in **two rounds**; each member sends `2 (n - 1) / n` of them. <img src=x onerror=alert(1)>
+
+| round | what a member has then | sent |
+|---|---|---:|
+| reduce-scatter | the sum of one *part* | (n - 1) / n |
+| all-gather | the sum of all parts | (n - 1) / n |
+
+1. Cut the gradient into `n` parts.
+2. Send a part to the right, add what comes from the left.
+
+```python
+def neighbours(rank: int, size: int) -> tuple[int, int]:
+    return (rank - 1) % size, (rank + 1) % size  # of a ring
+```
+
+More is in [the paper](https://example.org/ring), nothing [here](javascript:alert(1)).
+"""
 
 
 class FeedSeed:
@@ -107,8 +132,87 @@ class DemoSeed(FeedSeed):
         return [event for event in self.demo.events() if event.id > after_id]
 
 
+class DemoModels(JsonApp):
+    """Models that verifiers serve, at ``/v1``. They write ``ANSWER`` word by word.
+
+    Attributes:
+        asked: the bodies of the requests.
+        loads: percent of a model that loads, for each of the next requests.
+        left: set when a client has left before the end.
+        refusal: the answer to every request, if it is not None.
+    """
+
+    def __init__(self, pause: Callable[[], Awaitable[object]]) -> None:
+        """``pause``: awaited between words."""
+        self._pause = pause
+        self.asked: list[dict[str, Any]] = []
+        self.loads: list[float] = []
+        self.left = asyncio.Event()
+        self.refusal: Problem | None = None
+        write = Route("/v1/chat/completions", self._write, methods=["POST"])
+        super().__init__([Route("/v1/models", self._models), write], lambda error: Problem(500, error.message))
+
+    def let_in(self, asked: HTTPConnection) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+
+    async def _models(self, request: Request) -> Response:
+        return json_response({"object": "list", "data": [{"id": "code-400m"}, {"id": "llama-3.2-3b"}]})
+
+    async def _write(self, request: Request) -> Response | _DemoAnswer:
+        if self.loads:
+            problem = Problem(503, "vera cannot write with code-400m yet", code="model_loading").as_json()
+            problem["error"] |= {"state": "loading", "percent": self.loads.pop(0), "ready_s": 20.0}
+            return json_response(problem, status=503, headers={"retry-after": "1"})
+        self.asked.append(await request.json())
+        return _DemoAnswer(self)
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        words = ANSWER.split(" ")
+        for index, word in enumerate(words):
+            if index:
+                await self._pause()
+            yield {"choices": [{"delta": {"content": word + " " * (index < len(words) - 1)}}]}
+        yield {"choices": [{"delta": {}, "finish_reason": "stop"}]}
+        yield {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2 * len(words)}}
+
+
+class _DemoAnswer:
+    def __init__(self, models: DemoModels) -> None:
+        self._models = models
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def write() -> None:
+            headers = [(b"content-type", b"text/event-stream"), (b"p2ptrain-verifier", b"vera")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            async for event in self._models.events():
+                body = b"data: " + json_bytes(event) + b"\n\n"
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+            ended.set()
+
+        ended = asyncio.Event()
+        await while_wanted(receive, write(), self._models.stopping)
+        if not ended.is_set():
+            self._models.left.set()
+
+
+class _DemoApp(WebApp):
+    models: DemoModels
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("path", "").startswith("/v1/"):
+            await self.models(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+    def stop(self) -> None:
+        super().stop()
+        self.models.stop()
+
+
 @asynccontextmanager
-async def endpoint(seed: DemoSeed, sock: socket.socket) -> AsyncIterator[str]:
+async def endpoint(seed: DemoSeed, sock: socket.socket, models: DemoModels | None = None) -> AsyncIterator[str]:
     """Answer HTTP while the body runs. Yields the address."""
 
     async def create(*given: Any) -> str:
@@ -117,7 +221,8 @@ async def endpoint(seed: DemoSeed, sock: socket.socket) -> AsyncIterator[str]:
 
     experiments = Experiments(Path("nowhere"), cast(Any, None))
     experiments.infos["rates"] = ExperimentInfo("rates", "running", 5, 12, "lr=0.01, repeat 2: step 40 of 100", 420.0)
-    app = WebApp(cast(Any, seed), cast(Any, seed), create, experiments.endpoints())
+    app = _DemoApp(cast(Any, seed), cast(Any, seed), create, experiments.endpoints())
+    app.models = models or DemoModels(lambda: asyncio.sleep(PIECE_S))
     async with serving(app, sock, websockets=True):
         host, port = sock.getsockname()[:2]
         yield f"http://{host}:{port}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import socket
 from importlib.resources import files
@@ -9,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from roles.http.answers import Problem
 from roles.web.page import TYPES
-from tests.roles.web.browser import CHROMIUM, browsing
-from tests.roles.web.demo import DemoSeed, endpoint
+from tests.roles.web.browser import CHROMIUM, DEADLINE_S, browsing
+from tests.roles.web.demo import DemoModels, DemoSeed, endpoint
 
 from .conftest import LOCAL, Api
 
@@ -110,3 +112,77 @@ async def test_a_browser_shows_the_job_acts_on_it_and_survives_the_loss_of_its_c
         assert caplog.messages == [], "no request failed unexpectedly"
         await tab.call("Page.reload")
         await tab.until(f"{_LINK} === 'not connected' && !document.getElementById('stale').hidden")
+
+
+_ANSWER = "document.querySelector('#chat-log .answer:last-child')"
+_FACTS = f"{_ANSWER}?.querySelector('.facts').textContent"
+_FIELD = "document.getElementById('chat-text').value"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium")
+async def test_a_browser_chats_with_a_model_stops_it_edits_the_question_and_has_it_answered_again(
+    tmp_path: Path,
+) -> None:
+    goes_on = asyncio.Event()
+    seed, models, sock = DemoSeed(3), DemoModels(goes_on.wait), socket.create_server(("127.0.0.1", 0))
+    question = {"role": "user", "content": "How does a ring sum?"}
+    async with browsing(tmp_path) as tab, endpoint(seed, sock, models) as address:
+        await tab.resize(1440, 900)
+        await tab.call("Page.navigate", url=f"{address}/#chat")
+        await tab.until("document.activeElement?.id === 'chat-text'")
+        await tab.write("Why?")
+        await tab.press("Enter")
+        await tab.until(f"{_ANSWER}?.textContent.startsWith('A')")
+        assert await tab.value(_FIELD) == ""
+        await tab.press("Escape")
+        async with asyncio.timeout(DEADLINE_S):
+            await models.left.wait()
+        await tab.until(f"{_FACTS}?.includes('stopped')")
+        await tab.press("ArrowUp")
+        assert await tab.value(_FIELD) == "Why?"
+        await tab.value("document.getElementById('chat-text').select()")
+        await tab.write(question["content"])
+        goes_on.set()
+        await tab.press("Enter")
+        facts = await tab.until(f"{_FACTS}?.includes('218 tokens') && {_FACTS}")
+        assert facts.startswith("vera · drafted by dora, nils, 81% accepted · first token "), facts
+        assert [each["messages"][0]["content"] for each in models.asked] == ["Why?", question["content"]]
+        kinds = f"[...{_ANSWER}.querySelectorAll('.markdown *')].map((it) => it.localName)"
+        assert {"strong", "td", "ol", "pre", "a"} <= set(found := await tab.value(kinds)), found
+        assert "img" not in found, "what a model writes is never HTML"
+        links = f"[...{_ANSWER}.querySelectorAll('a')].map((it) => it.getAttribute('href'))"
+        assert await tab.value(links) == ["https://example.org/ring"]
+        answer = await tab.value(f"{_ANSWER}.querySelector('.markdown').textContent")
+        await tab.value(f"{_ANSWER}.querySelector('[data-verb=retry]').click()")
+        await tab.until(f"document.getElementById('chat-stop').hidden && {_FACTS}?.includes('218 tokens')")
+        assert models.asked[2] == models.asked[1] | {"messages": [question]}
+        assert tab.problems == []
+        models.loads = [40.0]
+        await tab.value("document.getElementById('chat-model').value = 'llama-3.2-3b'")
+        await tab.write("And then?")
+        await tab.press("Enter")
+        await tab.until(f"{_ANSWER}?.textContent.includes('with code-400m yet (about 20 s left)')")
+        assert await tab.value(f"{_ANSWER}.querySelector('progress').value") == 40
+        await tab.until(f"document.getElementById('chat-stop').hidden && {_FACTS}?.includes('218 tokens')")
+        assert "stages: atlas 0–9, borea 9–18, castor 18–28" in await tab.value(_FACTS)
+        assert [turn["role"] for turn in models.asked[3]["messages"]] == ["user", "assistant", "user"]
+        await tab.resize(360, 740)
+        assert await tab.until("innerWidth === document.documentElement.scrollWidth && innerWidth") == 360
+        await tab.call("Page.reload")
+        await tab.until("document.querySelector('[data-open]')")
+        await tab.value("document.querySelector('[data-open]').click()")
+        assert await tab.value("document.querySelector('.answer .markdown').textContent") == answer, "it is built alike"
+        await tab.value("document.querySelector('[data-delete]').click()")
+        await tab.until("document.querySelector('dialog[open]')")
+        await tab.value("document.getElementById('confirm-yes').click()")
+        await tab.until("!document.querySelector('[data-open], #chat-log article')")
+        assert await tab.value("Object.keys(localStorage).filter((key) => key.startsWith('chat:'))") == []
+        models.refusal = Problem(403, "this key may only look", code="read_only")
+        await tab.call("Page.reload")
+        await tab.until("document.querySelector('#chat-log')?.textContent.includes('may only look')")
+        await tab.value("document.querySelector('[data-verb=unlock]').click()")
+        await tab.until("document.activeElement?.name === 'key'")
+        models.refusal = Problem(404, "there is no GET /v1/models here")
+        await tab.call("Page.reload")
+        await tab.until(f"{_LINK} === 'live' && document.getElementById('tiles')?.checkVisibility()")
+        assert not await tab.value("document.getElementById('to-chat').checkVisibility()"), "other seeds have no chat"
