@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from p2ptrain.core.checkpoints import CheckpointEntry, CheckpointStore, Draft, Meta
 from p2ptrain.core.disk import Disk
-from p2ptrain.core.errors import P2PTrainError, StorageError, UserError
+from p2ptrain.core.errors import P2PTrainError, ResourceError, StorageError, UserError
 from p2ptrain.core.threads import Thread
 from p2ptrain.core.training import FilePlan
 from ring.token import first_lineage, is_lineage
@@ -178,6 +178,7 @@ class Checkpointing:
         tasks: holds the writes, which outlive their ring.
         extra_files: returns small files to save with a state, at the moment of the save.
         where: returns the applied steps and a progress counter of this member.
+        save_soon: called when a skipped save can be made up for.
     """
 
     def __init__(
@@ -191,13 +192,16 @@ class Checkpointing:
         stage: Stage = WHOLE,
         extra_files: Callable[[], list[FilePlan]] = list,
         where: Callable[[], tuple[int, int]],
+        save_soon: Callable[[], None] = lambda: None,
     ) -> None:
+        self._save_soon = save_soon
         self._context, self._job, self._files, self._stage = context, job, files, stage
         self._extra_files, self._where = extra_files, where
         self._snapshots, self._tasks = snapshots, tasks
         self._saved = (-1, "")  # step and lineage of the newest durable checkpoint
         self._failed = (-1, "")  # of the newest failed save
         self.problem = ""  # of the newest save; empty: it did not fail
+        self._owed = False  # a save was skipped because the disk or the memory was busy
         self._writing: dict[tuple[int, str], asyncio.Task[None]] = {}
         self._news = asyncio.Event()
 
@@ -226,8 +230,9 @@ class Checkpointing:
         return not self._writing
 
     def go_without(self, step: int) -> None:
-        text = f"no checkpoint at step {step}: an earlier one is still being written. Raise checkpoint.every"
-        self._context.notify("error", "checkpoint-failed", text)
+        self._owed = True
+        text = f"no checkpoint at step {step}: an earlier one is still being written. raise checkpoint.every"
+        self._context.notify("error", "checkpoint-failed", f"{text}. A later step is saved instead")
 
     async def save(self, engine: Engine, meta: Meta, *, step: int, wait: bool, spared: int = -1) -> None:
         """Save the state, which is that of ``step`` and does not change until this returns. Failures are only reported.
@@ -257,6 +262,7 @@ class Checkpointing:
                     text = f"no checkpoint at step {step}: {self.problem}"
                     self._context.notify("error", "checkpoint-failed", text)
                 self._failed = key
+                self._owed |= isinstance(problem, ResourceError) and len(self._writing) > 1
             else:
                 self._saved, self.problem = key, ""
                 announce(self._context, self._job, entry, self._files.held, self._stage)
@@ -265,6 +271,9 @@ class Checkpointing:
                 copied.set()
                 del self._writing[key]
                 self._announce()
+                if self._owed and not self._writing:
+                    self._owed = False
+                    self._save_soon()
 
         # A ring that breaks now abandons the boundary, not the checkpoint. Later changes of the state run on the
         # compute thread, too, and so after the copy.

@@ -459,7 +459,19 @@ class Healer:
         have = (-1, "") if instruction.torn or core.applied >= view.step else (core.applied, core.lineage)
         silence_s = max(view.death_s, self._context.beats().death_s)
         request = HealRequest(core.job, view.step, view.lineage, silence_s, *have, stage=self.stage.index)
-        fetch = await self.fetch(request, view.generation, sources, engine)
+        try:
+            return await self._to_the_start(request, view.generation, sources, engine)
+        except NetworkError:
+            if request.have_step < 0:
+                raise
+        # The steps since the own state could not be fetched, or led to another state: fetch the whole state.
+        request = replace(request, have_step=-1, have_lineage="")
+        return await self._to_the_start(request, view.generation, sources, engine)
+
+    async def _to_the_start(
+        self, request: HealRequest, generation: int, sources: Sequence[MemberRecord], engine: Engine
+    ) -> FetchResult:
+        fetch = await self.fetch(request, generation, sources, engine)
         async with fetch.running():
             state = await fetch.state()
             if state.root:

@@ -145,6 +145,7 @@ class JobState:
             stage=stage,
             extra_files=self.reports.files,
             where=lambda: (core.applied, self.progress),
+            save_soon=lambda: request(Flag.SAVE),
         )
         self.reports.unsaved = lambda: self.saving.problem or (self.assembler.problem if self.assembler else "")
         self.assembler: CheckpointAssembler | None = None

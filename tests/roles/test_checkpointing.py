@@ -184,6 +184,22 @@ async def test_a_run_does_not_end_for_a_broken_disk_but_before_its_result_is_on_
     assert (ended["step"], await cluster.saved()) == (STEPS, {STEPS})
 
 
+async def test_a_save_that_was_skipped_for_a_busy_disk_is_made_up_for_once(tmp_path: Path) -> None:
+    soon: list[bool] = []
+    slow, engine = HangingDisk(), StandInEngine(Profile())
+    async with desk_at(tmp_path, slow) as desk:
+        checkpoints = desk.checkpointing(lambda: (4, 0), save_soon=lambda: soon.append(checkpoints.idle))
+        for step in (1, 2, 3):  # memory has room for two copies
+            await checkpoints.save(engine, meta(f"{step}"), step=step, wait=False)
+        assert soon == [], "the disk is busy"
+        slow.go.set()
+        await checkpoints.wait_written()
+        assert soon == [True]
+        await checkpoints.save(engine, meta("4"), step=4, wait=True)
+        assert soon == [True]
+        assert [entry.step for entry in await desk.files.entries()] == [4, 2]
+
+
 async def test_a_worker_whose_disk_is_broken_claims_no_result_and_ends_with_the_reason(cluster: HangingCluster) -> None:
     cluster.disk.broken = True
     cluster.disk.go.set()

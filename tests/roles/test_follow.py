@@ -24,6 +24,7 @@ from tests.roles.heal_doubles import (
     JOB,
     Ring,
     around_of,
+    changes,
     dies_after,
     engine_of,
     goes_silent,
@@ -193,8 +194,18 @@ async def test_a_view_that_comes_while_it_fetches_is_entered_at_once_and_healed_
         assert {newcomer.engine.state.digest()} == ring.digests()
 
 
-async def test_a_member_that_lacks_a_step_or_two_is_given_those_alone() -> None:
-    async with ring_of(MemoryNetwork(), 3, numel=NUMEL) as ring, newcomer_to(ring) as newcomer:
+@pytest.mark.parametrize("lost_steps", [False, True])
+async def test_a_member_that_lacks_a_step_is_given_it_alone_or_the_whole_state(lost_steps: bool) -> None:
+    loses_steps = False
+
+    def lose(connection: Connection, payload: memoryview, number: int) -> memoryview | None:
+        if loses_steps and payload.nbytes == newcomer.engine.reduce_buffer.nbytes:
+            connection.abort()
+            return None
+        return payload
+
+    behaviour = dict.fromkeys(range(3), changes(lose))
+    async with ring_of(MemoryNetwork(), 3, numel=NUMEL, behaviour=behaviour) as ring, newcomer_to(ring) as newcomer:
         begin(newcomer, ring)
         await ring.steps_until(is_level(newcomer, ring))
         core = ring.members[0].core
@@ -207,9 +218,11 @@ async def test_a_member_that_lacks_a_step_or_two_is_given_those_alone() -> None:
             member.heal_source._recipients.append(another)  # it follows, too
         await ring.step()
         set_view(ring, 4)
+        loses_steps = lost_steps
         done = await heal(ring, newcomer, have)
-        assert done.steps == 1
-        assert done.size_bytes == newcomer.engine.reduce_buffer.nbytes
+        assert done.steps == (0 if lost_steps else 1)
+        if not lost_steps:
+            assert done.size_bytes == newcomer.engine.reduce_buffer.nbytes
         assert {newcomer.engine.state.digest()} == ring.digests()
         for member in ring.members:
             member.heal_source._recipients.remove(another)
