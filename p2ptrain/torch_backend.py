@@ -39,7 +39,7 @@ def _create_group(options: Any, backend_options: Any) -> RingProcessGroup:
 def _join_group(store: Any, group: str, rank: int, size: int, names: list[str], timeout_s: float) -> Any:
     """As ``GroupHost.join``. Starts the host; a forked child starts its own, as the thread stays with the parent."""
     global _host
-    from p2ptrain.cli.runtime import loop_factory
+    from p2ptrain.cluster.loops import loop_factory
     from roles.process_group import start_host
 
     if _host is None or _host.process != os.getpid():

@@ -6,16 +6,11 @@ connections send heartbeats while the user types, and Ctrl+C works during a comp
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-import math
 import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from concurrent import futures
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -24,9 +19,10 @@ import typer
 
 from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import failure, print_error, print_json
-from p2ptrain.cli.runtime import WithBareSplit, is_text, loop_factory, option, takes_options
+from p2ptrain.cli.runtime import WithBareSplit, is_text, option, takes_options
 from p2ptrain.cli.text_options import TextOptions, TokensOption, write
 from p2ptrain.cluster.console import Console
+from p2ptrain.cluster.loops import ServiceThread
 from p2ptrain.core.errors import P2PTrainError, StorageError, UserError
 
 if TYPE_CHECKING:
@@ -96,7 +92,7 @@ def chat(
 
     directory = local_directory(options)
     console = Console(quiet=options.as_json)
-    thread = ServiceThread()
+    thread = ServiceThread("text service")
     try:
         source = thread.enter(text_source(options, directory, check, console, chats=True))
         if source is not None:
@@ -119,42 +115,6 @@ def _converse(session: ChatSession, options: TextOptions) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- the other thread
-
-
-class ServiceThread:
-    """An event loop on a thread of its own, and what was entered there."""
-
-    def __init__(self) -> None:
-        factory = loop_factory() or asyncio.new_event_loop
-        self._loop, self._stack = factory(), AsyncExitStack()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="text service", daemon=True)
-        self._thread.start()
-
-    def enter(self, manager: AbstractAsyncContextManager[T]) -> T:
-        """Enter a context manager there; ``close`` leaves it. Raises what entering raises."""
-        return self.call(self._stack.enter_async_context(manager))
-
-    def call(self, work: Coroutine[Any, Any, T], timeout_s: float = math.inf) -> T:
-        """Run ``work`` on that loop and wait for it. Ctrl+C raises here and cancels the work, and so does the end of
-        the time, with ``TimeoutError``."""
-        future, ends = asyncio.run_coroutine_threadsafe(work, self._loop), time.monotonic() + timeout_s
-        try:
-            # Python handles a Ctrl+C that comes just before a wait only after the wait. So the waits are short.
-            while not futures.wait([future], timeout=0.1).done and time.monotonic() < ends:
-                pass
-            return future.result(timeout=0)
-        except BaseException:
-            future.cancel()
-            raise
-
-    def close(self) -> None:
-        """Leave what was entered; wait up to 4 s for that."""
-        with contextlib.suppress(TimeoutError):  # longer than the clean-up of what was entered
-            self.call(self._stack.aclose(), 4.0)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(1.0)
-        if not self._thread.is_alive():  # else it blocks, and ends with the process
-            self._loop.close()
 
 
 async def _next_piece(pieces: AsyncIterator[TextPiece]) -> TextPiece | None:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from p2ptrain.cluster.running import default_state_dir
+from p2ptrain.cluster.loops import loop_factory
+from p2ptrain.cluster.running import SEED_VARIABLE, default_state_dir
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.texts import printable
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MEMBER_PORT = 7339  # copied from wire.address, so that --help does not load it; a test compares them
-SEED_VARIABLE = "P2PTRAIN_SEED"
 NAME_BYTES = 64  # copied from roles.seed, for the same reason
 STATE_DEFAULT = f"Default: {default_state_dir()}".replace(os.path.expanduser("~") + os.sep, f"~{os.sep}")
 SEED_HELP = (
@@ -108,18 +108,6 @@ def relay_limits(relay: float | None) -> RelayLimits:
     from wire.relay import RelayLimits
 
     return RelayLimits(circuits=0) if relay == 0 else RelayLimits(bytes_per_s=1e6 * (relay or 0.0))
-
-
-def loop_factory(*, children: bool = False) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop if it is installed. ``children``: the loop must be able to start processes."""
-    try:
-        import uvloop
-    except ImportError:  # Windows, or no build for this interpreter: asyncio's loop is slower
-        # Windows' default loop ignores requests to pause reading, which bulk payloads need. The selector loop cannot
-        # start processes.
-        return asyncio.SelectorEventLoop if sys.platform == "win32" and not children else None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
 
 
 def run(main: Coroutine[Any, Any, T], *, children: bool = False) -> T:

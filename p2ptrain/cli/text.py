@@ -13,22 +13,16 @@ import typer
 
 from p2ptrain.cli.placement import placement_map, print_split_facts, show_split_plan, split_facts
 from p2ptrain.cli.text_options import TextOptions, newest_in, newest_of_job
-from p2ptrain.cluster.access import open_operator, operator_name
 from p2ptrain.cluster.console import Console
 from p2ptrain.cluster.split_model import LEAVE_S, plan_split, within
+from p2ptrain.cluster.verifiers import dial_verifier
 from p2ptrain.compute.text import ModelText
-from p2ptrain.core.errors import Unreachable, UserError
-from p2ptrain.core.ids import new_id
 from p2ptrain.core.texts import printable
 from p2ptrain.core.world import real_world
 from roles.serving.model import ServedModel
 from roles.serving.texts import TextPiece, TextRequest, TextService
-from roles.serving.worker_peer import ClientContext
-from roles.verifier.client import VERIFIER, RemoteText, VerifierClient
-from wire.records import ABSENT_STATES, ServingInfo
+from roles.verifier.client import RemoteText, VerifierClient
 from wire.transport import TcpNetwork
-
-_OTHER_WAYS = "or use a checkpoint of this machine: --checkpoint DIR, or --job JOB"
 
 
 @dataclass(slots=True)
@@ -224,55 +218,6 @@ class RedialledVerifier:
             await self.client.close()
             self.client = await dial_verifier(*self._wanted, self.client.verifier.name)
         return await self.client.write(request)
-
-
-async def dial_verifier(seed: str, model: str, name: str) -> VerifierClient:
-    """Dial a verifier that the seed lists. ``name``, ``model``: as of ``choose_verifier``.
-
-    Raises:
-        UserError: there is none, or the choice is ambiguous.
-        NetworkError, Refused: the seed or the verifier does not answer.
-    """
-    try:
-        access, client = await open_operator(seed)
-    except Unreachable as problem:
-        between = " " if problem.remedy.endswith("?") else "; "
-        remedy = f"{problem.remedy}{between}{_OTHER_WAYS}" if problem.remedy else f"start a cluster, {_OTHER_WAYS}"
-        raise Unreachable(problem.message, remedy=remedy) from problem
-    try:
-        verifiers = [info for info in await client.serving() if info.role == VERIFIER]
-        peers = await client.peers() if not verifiers else []
-    finally:
-        await client.close()
-    if loading := [peer.name for peer in peers if VERIFIER in peer.roles and peer.state not in ABSENT_STATES]:
-        text = f"no verifier is ready yet: {', '.join(loading)} still loads its model, or waits for workers"
-        raise UserError(text, remedy=f"ask again in a moment; its terminal shows its progress; {_OTHER_WAYS}")
-    context = ClientContext(real_world(access.network), access.peer_id or new_id(), operator_name(), access.host)
-    return await VerifierClient.dial(context, choose_verifier(verifiers, name, model))
-
-
-def choose_verifier(verifiers: Sequence[ServingInfo], name: str, model: str = "") -> ServingInfo:
-    """The verifier with this name or id that has this model; the least busy one if there are several.
-
-    ``name``, ``model``: empty: any, if all that are left have the same model. Raises ``UserError``.
-    """
-    if not verifiers:
-        remedy = f"start one: p2ptrain join SEED --role verifier --model DIR, {_OTHER_WAYS}"
-        raise UserError("no verifier is connected to write text", remedy=remedy)
-    named = [info for info in verifiers if info.peer == name] or [info for info in verifiers if name in ("", info.name)]
-    having = [info for info in named if model in ("", info.model)]
-    shown = having or named or verifiers
-    listed = ", ".join(f"{info.name} ({info.model}, weights {info.weights[:8]}, id {info.peer})" for info in shown)
-    called = f" called {name}" if name else ""
-    if not having:
-        what = f"no verifier{called} has the model {model}" if named else f"no verifier is called {name}"
-        raise UserError(what, remedy=f"there {'is' if len(shown) == 1 else 'are'} {listed}")
-    if len({(info.model, info.weights) for info in having}) > 1:
-        text = f"verifiers{called} have different models"
-        if len({info.peer for info in having}) == 1:
-            text = f"the verifier {having[0].name} has several models"
-        raise UserError(text, remedy=f"name one with --model-name, or a verifier or its id with --verifier: {listed}")
-    return min(having, key=lambda info: (info.sessions, info.name))
 
 
 # ------------------------------------------------------------------------------------------------------------ figures

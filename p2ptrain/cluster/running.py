@@ -13,6 +13,8 @@ from pathlib import Path
 from p2ptrain.core.disk import RealDisk, write_atomic
 from p2ptrain.core.errors import StorageError, UserError
 
+SEED_VARIABLE = "P2PTRAIN_SEED"
+"""Variable with the seed that commands and programs use by default."""
 MAX_FILE_BYTES = 8192
 
 

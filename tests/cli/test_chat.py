@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from p2ptrain.cli import text as text_module
-from p2ptrain.cli.chat import ServiceThread
 from p2ptrain.cli.text import TextSource
+from p2ptrain.cluster.loops import ServiceThread
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import ConnectionLost, Unreachable
 from roles.serving import local_model as targets
@@ -280,7 +280,7 @@ def test_what_is_entered_lives_on_the_thread_until_it_is_closed_and_is_left_ther
         raise Unreachable("nobody is there")
         yield
 
-    thread = ServiceThread()
+    thread = ServiceThread("text service")
     assert thread.enter(opened()) == "open"
     assert (thread.call(where()), left_on) == ("text service", [])
     with pytest.raises(Unreachable, match="nobody is there"):
