@@ -334,6 +334,7 @@ const isChatting = () => document.body.classList.contains("is-chatting");
 /** Show the chat, if the address names it, or else all other sections. */
 function showView() {
   byId("to-chat").hidden = !chat.isAvailable;
+  if (location.hash === "#main") return; // the link that skips the head
   const isWanted = location.hash === "#chat" && chat.isAvailable;
   if (isWanted === isChatting()) return;
   document.body.classList.toggle("is-chatting", isWanted);

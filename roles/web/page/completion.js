@@ -1,6 +1,6 @@
 // Answers of models: requests to `/v1`, where the seed speaks OpenAI's interface for all verifiers, and their events.
 
-import { Problem, request } from "./feed.js";
+import { Problem, problemOf, request } from "./feed.js";
 
 const LONGEST_PAUSE_S = 30; // between two looks whether a model is loaded
 
@@ -68,6 +68,6 @@ function cutOff(error) {
 }
 
 function read({ error, choices: [choice] = [], usage }) {
-  if (error) throw new Problem(error.message ?? "the answer failed", error.remedy ?? "", 0, error);
+  if (error) throw problemOf(error, "the answer failed");
   return { text: choice?.delta?.content ?? "", reason: choice?.finish_reason, usage };
 }

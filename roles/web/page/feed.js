@@ -43,9 +43,15 @@ export async function request(path, { method = "GET", body, timeoutS, signal } =
     throw new Problem(`the seed at ${location.host} ${why}`, remedy);
   }
   if (answer.ok) return answer;
-  const { error = {} } = await answer.json().catch(() => ({}));
-  const message = error.message ?? `the seed answered ${answer.status} ${answer.statusText}`;
-  throw new Problem(message, error.remedy, answer.status, error, Number(answer.headers.get("retry-after")));
+  const content = await answer.json().catch(() => null);
+  const without = `the seed answered ${answer.status} ${answer.statusText}`;
+  throw problemOf(content?.error ?? content, without, answer.status, Number(answer.headers.get("retry-after")));
+}
+
+/** The Problem of an error in JSON: an object with a message, or, of servers behind a verifier, just a text. */
+export function problemOf(error, without, status = 0, retryAfterS = 0) {
+  const message = typeof error === "string" ? error : error?.message;
+  return new Problem(message || without, error?.remedy, status, error ?? {}, retryAfterS);
 }
 
 /** The connection. It is `live`, `connecting`, `lost` (until `retryAt`, Unix ms), or `locked` (a key is needed). */

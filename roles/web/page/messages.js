@@ -35,7 +35,8 @@ export class AnswerView {
     this.#shown = answer.content;
     this.element.classList.toggle("is-waiting", isWriting && !answer.content && !answer.loading);
     setText(this.#facts, factsOf(answer).join(" · "));
-    const { problem, loading } = answer;
+    const problem = answer.problem;
+    const loading = isWriting ? answer.loading : undefined; // a page that is closed leaves it in what it stores
     const notice = JSON.stringify([problem, loading]);
     if (this.#notice.dataset.shown === notice) return;
     this.#notice.dataset.shown = notice;
@@ -83,7 +84,8 @@ function factsOf(answer) {
 export function writersOf(store, model, verifier) {
   const isIt = (item) => item.role === "verifier" && item.model === model && item.name === verifier;
   const serving = [...store.serving.values()].find(isIt);
-  const parts = [...store.parts.values()].filter((part) => part.name === model).sort((a, b) => a.start - b.start);
+  const isServed = (part) => part.name === model && !store.jobs.has(part.model); // others are in training
+  const parts = [...store.parts.values()].filter(isServed).sort((a, b) => a.start - b.start);
   return {
     upstream: Boolean(serving?.upstream),
     stages: parts.map((part) => `${part.peer_name} ${part.start}–${part.stop}`).join(", "),

@@ -58,7 +58,8 @@ async def test_files_are_answered_with_their_type_a_policy_and_from_the_cache_of
     for path in ("/uplot/LICENSE", "/../app.py", "/__init__.py", "/uplot", "/none.js"):
         status, content, _ = await api.ask("GET", path)
         assert (status, content["error"]["code"]) == (404, "unknown_url")
-    assert "MIT" in (files("roles.web.page") / "uplot" / "LICENSE").read_text()
+    licences = [(files("roles.web.page") / name / "LICENSE").read_text() for name in ("uplot", "markdown-it")]
+    assert all("Permission is hereby granted, free of charge" in text for text in licences), "MIT"
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium")
