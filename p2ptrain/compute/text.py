@@ -221,10 +221,20 @@ _PLAIN_STOP = "\nUser:"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a conversation. ``role`` is ``system``, ``user`` or ``assistant``."""
+    """One turn of a conversation.
+
+    Attributes:
+        role: ``system``, ``user``, ``assistant`` or ``tool``.
+        tool_calls: of the assistant: JSON list as in OpenAI's interface, but with the arguments as objects, which is
+            what templates expect.
+        tool_call_id, name: of a tool: the call that it answers, and the tool's name.
+    """
 
     role: str
     text: str
+    tool_calls: str = ""
+    tool_call_id: str = ""
+    name: str = ""
 
 
 class TrainingText(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -60,6 +60,10 @@ class Sampling:
         top_p: sample only from the fewest tokens with this total probability; 1 for all.
         vocab_size: vocabulary size of the noise. A drafter uses its verifier's size. Tokens beyond it are never
             sampled. 0: the model's own size.
+        min_p: sample only from tokens that are at least so likely, as a share of the likeliest one's probability.
+        repetition_penalty: logits of tokens in the prompt or the text are divided by it if positive, else multiplied.
+        presence_penalty, frequency_penalty: subtracted from the logits of the text's tokens, once and each time.
+        logit_bias: (token, number that is added to its logit).
     """
 
     temperature: float = 1.0
@@ -67,10 +71,22 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     vocab_size: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether what is sampled depends on the tokens before."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 MOST_TOP_K = 2**31
 """A bound on ``top_k``, which is sent to the last stage as an integer."""
+MOST_BIAS, MOST_BIASES = 100, 1024
+"""Largest penalty or bias of a logit, and most tokens with a bias."""
 USUAL = Sampling(temperature=1.0, top_k=50, top_p=1.0)
 """transformers' defaults."""
 
@@ -83,10 +99,15 @@ class SamplingOptions:
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        top_p = 1.0 if self.top_p is None else self.top_p
-        check_sampling(Sampling(self.temperature or 0.0, self.top_k or 0, top_p, self.seed))
+        options = {item.name: getattr(self, item.name) for item in fields(self)}
+        check_sampling(Sampling(**{name: value for name, value in options.items() if value is not None}))
 
     def of(self, table: Mapping[str, Any]) -> Sampling:
         """Combine these options with a model's ``generation_config.json``, ``table``, as in transformers' ``generate``.
@@ -96,16 +117,22 @@ class SamplingOptions:
         Raises:
             ConfigError: a value in ``table`` is invalid.
         """
-        options = (self.temperature, self.top_k, self.top_p)
-        draws = table.get("do_sample") is True if options == (None, None, None) else self.temperature != 0
-        if not draws:
-            return Sampling(0.0, seed=self.seed)
-        usual = {"temperature": USUAL.temperature, "top_k": USUAL.top_k, "top_p": USUAL.top_p}
-        temperature, top_k, top_p = (
-            value if value is not None else _number(table, name, usual[name])
-            for value, name in zip(options, usual, strict=True)
+        options = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        asked = any(value is not None for value in options.values())
+        draws = self.temperature != 0 if asked else table.get("do_sample") is True
+        known = {"repetition_penalty": self.repetition_penalty} | (options if draws else {})
+        values: dict[str, Any] = {
+            name: _number(table, name, getattr(USUAL, name)) if value is None else value
+            for name, value in known.items()
+        }
+        return replace(
+            USUAL if draws else Sampling(0.0),
+            seed=self.seed,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            **values,
         )
-        return Sampling(float(temperature), int(top_k), float(top_p), self.seed)
 
 
 def _number(table: Mapping[str, Any], name: str, usual: float) -> float:
@@ -136,6 +163,31 @@ def check_sampling(sampling: Sampling) -> None:
         raise UserError(f"top_p = {sampling.top_p} is not above 0 and at most 1", remedy="use 1 for all tokens")
     if not -(2**63) <= sampling.seed < 2**64:
         raise UserError(f"seed = {sampling.seed} does not fit into 64 bits", remedy="use a smaller number")
+    if not 0 <= sampling.min_p <= 1:
+        raise UserError(f"min_p = {sampling.min_p} is not from 0 to 1", remedy="use 0 for all tokens")
+    if not (math.isfinite(sampling.repetition_penalty) and sampling.repetition_penalty > 0):
+        raise UserError(f"repetition_penalty = {sampling.repetition_penalty} is not above 0", remedy="use 1 for none")
+    added = {"presence_penalty": sampling.presence_penalty, "frequency_penalty": sampling.frequency_penalty}
+    for name, value in (*added.items(), *(("logit_bias", bias) for _, bias in sampling.logit_bias)):
+        if not -MOST_BIAS <= value <= MOST_BIAS:
+            raise UserError(f"{name} = {value} is not from {-MOST_BIAS} to {MOST_BIAS}", remedy="use 0 for none")
+    if len(sampling.logit_bias) > MOST_BIASES or any(token < 0 for token, _ in sampling.logit_bias):
+        text = f"logit_bias has {len(sampling.logit_bias)} tokens, or negative ones"
+        raise UserError(text, remedy=f"use at most {MOST_BIASES} token ids")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The natural log-probability of a token among all, before temperature, penalties and masks.
+
+    ``top``: the likeliest tokens with theirs, the likeliest first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+MOST_TOP_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from p2ptrain.compute.text import Turn
 from p2ptrain.core.errors import JobFailed, P2PTrainError
-from p2ptrain.core.serving import SamplingOptions
+from p2ptrain.core.serving import SamplingOptions, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,43 +24,66 @@ class TextRequest:
     """What to write.
 
     Attributes:
-        prompt, turns: the text to continue, or a conversation whose next turn is the assistant's. One of them is empty.
-        max_new_tokens: None: as many as fit the model's context.
+        prompt, ids, turns: the text to continue, or its token ids, or a conversation whose next turn is the
+            assistant's. One of them is given.
+        tools: of the conversation: JSON list of tools as in OpenAI's interface, for the chat template.
+        max_new_tokens: None: as many as fit the model's context. 0 with ``prompt_logprobs``: nothing is written.
         stop: the text ends before the first of these strings.
+        stop_ids: the text ends after one of these tokens, beside the model's own end tokens.
+        ignore_end: the model's end tokens do not end the text.
         speculate: whether drafters may help.
         priority: among texts that wait for a place, those with a lower one begin first.
+        logprobs: the log-probability of each new token is wanted, and of so many of the likeliest ones, up to
+            ``MOST_TOP_LOGPROBS``. prompt_logprobs: of the prompt's tokens, too.
+        grammar: the text must match this grammar of llguidance: its JSON form, or Lark.
     """
 
     prompt: str = ""
+    ids: tuple[int, ...] = ()
     turns: tuple[Turn, ...] = ()
+    tools: str = ""
     max_new_tokens: int | None = None
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignore_end: bool = False
     speculate: bool = True
     priority: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+    grammar: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """New text in whole characters, without any stop string, and the tokens since the last piece."""
+    """New text in whole characters, without any stop string, and the tokens since the last piece.
+
+    ``logprobs``: one for each token if they are wanted."""
 
     text: str
     tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Writing(ABC):
     """A text under way, for its reader: pieces in order, then its error if there is one.
 
     Attributes:
-        prompt_tokens: length of the prompt.
+        prompt_tokens: length of the prompt. prompt_ids: its tokens; empty if the text is written elsewhere.
+        prompt_logprobs: if they are wanted, one for each token of the prompt, None for the first one. Complete before
+            the first piece, or the end.
         left_out: turns of the conversation that did not fit the context.
         ended: ``stop`` (a stop string), ``end`` (an end token), ``length`` or ``cancelled``; empty while the text goes
             on.
+        stop_reason: the stop string or the stop id that ended it.
     """
 
-    def __init__(self, prompt_tokens: int = 0, left_out: int = 0) -> None:
+    def __init__(self, prompt_tokens: int = 0, left_out: int = 0, prompt_ids: Sequence[int] = ()) -> None:
         self.prompt_tokens, self.left_out = prompt_tokens, left_out
+        self.prompt_ids = tuple(prompt_ids)
+        self.prompt_logprobs: list[TokenLogprob | None] = []
         self.ended = ""
+        self.stop_reason: str | int | None = None
         self._pieces: deque[TextPiece] = deque()
         self._error: P2PTrainError | None = None
         self._news = asyncio.Event()
@@ -111,6 +134,33 @@ class TextService(Protocol):
             Refused: too busy; ``remedy`` says what to do.
             P2PTrainError: the model fails.
         """
+
+
+class TokenizingService(TextService, Protocol):
+    """A ``TextService`` with the model's tokenizer and chat template here.
+
+    Attributes:
+        tool_format: how its chat template writes calls of tools: ``hermes``, ``llama3``, ``mistral`` or ``json``.
+        has_tools: whether its chat template knows tools.
+    """
+
+    @property
+    def tool_format(self) -> str: ...
+    @property
+    def has_tools(self) -> bool: ...
+
+    async def tokenize(self, text: str, *, add_special: bool) -> list[int]:
+        """Token ids of a text; ``add_special``: with those that the tokenizer adds to a prompt."""
+
+    async def tokenize_turns(self, turns: Sequence[Turn], tools: str = "") -> list[int]:
+        """Token ids of a conversation, up to where the assistant's turn begins. Raises ``UserError``: the template
+        refuses it."""
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special ones included. Raises ``UserError``: the model has no such id."""
+
+    def token_bytes(self, token: int) -> bytes:
+        """The UTF-8 bytes of a token, which may be a part of a character."""
 
 
 def report_defect(mistake: Exception) -> JobFailed:
