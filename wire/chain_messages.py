@@ -20,8 +20,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import field
 from typing import Annotated, TypeVar
 
+from p2ptrain.core.activations import ID_BYTES
 from p2ptrain.core.errors import ProtocolError
-from p2ptrain.core.serving import BLOCK_POSITIONS, HASH_BYTES
+from p2ptrain.core.serving import BLOCK_POSITIONS, HASH_BYTES, MOST_TOP_LOGPROBS, MOST_TOPS, TOP_BYTES
 from wire.job_messages import MAX_STAGES
 from wire.messages import Message
 from wire.schema import Amount, Bound, ContentId, Count, Declared, IdOrNone
@@ -38,8 +39,28 @@ MAX_OPEN_HASHES = 1024
 MAX_POSITIONS = 1 << 20
 """Most positions of a session."""
 Positions = Annotated[int, Bound(0, MAX_POSITIONS)]
+MOST_EXTRA_BYTES = 8 << 20
+"""Most bytes of all ``SamplingExtras`` in a bulk frame."""
 CHAIN_STREAM = 1
 """Stream of the bulk frame after each ``ForwardBatch``. Frames stay in order, so one stream is enough."""
+
+
+class SamplingExtras(Declared):
+    """What the last stage needs for samples that are not just drawn from the model's distribution.
+
+    Attributes:
+        tops: as of ``p2ptrain.core.serving.Pass``.
+        history, mask_bytes: ids of ``Pass.history``, and bytes of ``Pass.masks``. Both follow the request's positions
+            in the bulk frame, in this order.
+    """
+
+    tops: Annotated[int, Bound(0, MOST_TOP_LOGPROBS)] | None = None
+    history: Positions = 0
+    mask_bytes: Annotated[int, Bound(0, MOST_EXTRA_BYTES - ID_BYTES * MAX_POSITIONS)] = 0
+
+    @property
+    def size_bytes(self) -> int:
+        return ID_BYTES * self.history + self.mask_bytes
 
 
 class ForwardRequest(Declared):
@@ -74,11 +95,17 @@ class ForwardRequest(Declared):
     prefill: bool = False
     targets: Annotated[bytes, Bound(0, 4 * MAX_REQUEST_POSITIONS)] = b""
     block_hashes: Annotated[bytes, Bound(0, HASH_BYTES * (MAX_REQUEST_POSITIONS // BLOCK_POSITIONS + 1))] = b""
+    extras: SamplingExtras | None = None
 
     @property
     def encoded_bytes(self) -> int:
         """About the size in a message."""
-        return 256 + 9 * len(self.spent_us) + len(self.targets) + len(self.block_hashes)
+        return 320 + 9 * len(self.spent_us) + len(self.targets) + len(self.block_hashes)
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes that follow the positions in the bulk frame."""
+        return self.extras.size_bytes if self.extras is not None else 0
 
 
 class ForwardBatch(Message, kind=38):
@@ -89,8 +116,8 @@ class ForwardBatch(Message, kind=38):
 
 
 class Sampled(Declared):
-    """A ``ForwardRequest`` ended here. ``tokens``: int32, little-endian; empty without samples. ``scores``: the
-    log-probability of each target, fp32, little-endian."""
+    """A ``ForwardRequest`` ended here. ``tokens``: int32, little-endian; empty without samples. ``scores``, ``tops``:
+    as of ``p2ptrain.core.serving.Ran``."""
 
     session: str
     epoch: int
@@ -98,16 +125,17 @@ class Sampled(Declared):
     tokens: Annotated[bytes, Bound(0, 4 * MAX_REQUEST_POSITIONS)]
     spent_us: Annotated[list[Count], Bound(0, MAX_STAGES)]
     scores: Annotated[bytes, Bound(0, 4 * MAX_REQUEST_POSITIONS)] = b""
+    tops: Annotated[bytes, Bound(0, TOP_BYTES * MOST_TOPS)] = b""
 
     def check(self) -> None:
-        if len(self.tokens) % 4 or len(self.scores) % 4:
+        if len(self.tokens) % 4 or len(self.scores) % 4 or len(self.tops) % TOP_BYTES:
             raise ProtocolError(f"{len(self.tokens)} bytes of token ids and {len(self.scores)} of scores are not valid")
 
-    count = 0  # no positions follow
+    count = extra_bytes = 0  # no positions follow
 
     @property
     def encoded_bytes(self) -> int:
-        return 128 + 9 * len(self.spent_us) + len(self.tokens) + len(self.scores)
+        return 128 + 9 * len(self.spent_us) + len(self.tokens) + len(self.scores) + len(self.tops)
 
 
 class SampledBatch(Message, kind=39):
@@ -121,14 +149,16 @@ B = TypeVar("B", ForwardRequest, Sampled)
 
 def split_batch(items: Iterable[B]) -> Iterator[list[B]]:
     """Divide requests or results, in order, into as few lists as fit a message each."""
-    batch, batch_bytes, positions = list[B](), 0, 0
+    batch, batch_bytes, positions, extra_bytes = list[B](), 0, 0, 0
     for item in items:
         full = len(batch) == MAX_BATCH or batch_bytes + item.encoded_bytes > BATCH_BYTES
+        full = full or extra_bytes + item.extra_bytes > MOST_EXTRA_BYTES
         if batch and (full or positions + item.count > MAX_REQUEST_POSITIONS):
             yield batch
-            batch, batch_bytes, positions = [], 0, 0
+            batch, batch_bytes, positions, extra_bytes = [], 0, 0, 0
         batch.append(item)
         batch_bytes, positions = batch_bytes + item.encoded_bytes, positions + item.count
+        extra_bytes += item.extra_bytes
     if batch:
         yield batch
 

@@ -26,11 +26,11 @@ Token ids are int32, little-endian.
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import field, fields
 from typing import Annotated, Any
 
 from p2ptrain.core.errors import ProtocolError, UserError
-from p2ptrain.core.serving import Sampling, check_sampling
+from p2ptrain.core.serving import MOST_BIASES, Sampling, check_sampling
 from wire.chain_messages import MAX_POSITIONS, Positions
 from wire.messages import Message, Silence
 from wire.schema import Amount, Bound, ContentIdOrNone, Count, Declared, Figure, Host, Id, Port, Share
@@ -129,23 +129,43 @@ Depth = Annotated[int, Bound(0, MAX_DEPTH)]
 StatName = Annotated[str, Bound(pattern="[a-z][a-z0-9_]{0,39}")]
 
 
-class Draws(Declared):
-    """How the tokens of a session are drawn: fields of ``p2ptrain.core.serving.Sampling``."""
+class Draws(Declared, kw_only=True):
+    """How the tokens of a session are drawn: fields of ``p2ptrain.core.serving.Sampling``. ``biased``, ``biases``: the
+    tokens of ``logit_bias``, and their numbers."""
 
     temperature: float
     top_k: int
     top_p: float
     seed: int
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    biased: Annotated[list[int], Bound(0, MOST_BIASES)] = field(default_factory=list)
+    biases: Annotated[list[float], Bound(0, MOST_BIASES)] = field(default_factory=list)
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
+        numbers = {name: getattr(self, name) for name in _DRAWN}
+        return Sampling(**numbers, logit_bias=tuple(zip(self.biased, self.biases, strict=True)))
 
     def check(self) -> None:
+        if len(self.biased) != len(self.biases):
+            raise ProtocolError(f"{len(self.biases)} biases of {len(self.biased)} tokens")
         try:
             check_sampling(self.sampling)
         except UserError as error:
             raise ProtocolError(error.message) from error
+
+
+_DRAWN = [item.name for item in fields(Sampling) if item.name not in ("vocab_size", "logit_bias")]
+
+
+def draws_of(sampling: Sampling) -> dict[str, Any]:
+    """The fields of ``Draws``."""
+    numbers = {name: getattr(sampling, name) for name in _DRAWN}
+    biased, biases = [list(each) for each in zip(*sampling.logit_bias, strict=True)] or ([], [])
+    return numbers | {"biased": biased, "biases": biases}
 
 
 class DraftOpen(Draws, Message, kind=59):

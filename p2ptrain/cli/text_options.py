@@ -122,14 +122,7 @@ class TextOptions:
         """Raises ``UserError``."""
         from roles.serving.texts import TextRequest
 
-        return TextRequest(
-            prompt=prompt,
-            turns=turns,
-            max_new_tokens=max_new_tokens,
-            sampling=self.sampling,
-            stop=self.stops,
-            speculate=not self.no_speculation,
-        )
+        return TextRequest(prompt, turns, max_new_tokens, self.sampling, self.stops, not self.no_speculation)
 
     @property
     def split_options(self) -> SplitOptions:

@@ -1,5 +1,8 @@
 """Sampling of the next token as in transformers' ``generate``: the same warpers in the same order, the same noise.
 
+Before them come the repetition penalty (CTRL, arXiv 1909.05858), OpenAI's presence and frequency penalties, the bias,
+and the mask of a constraint. All are functions of a row's position, so drafts after it change nothing.
+
 ``generate`` seeds a generator once and samples once per new token. So each sample has an index, 0 for the first new
 token. To make sample n, a picker first advances its generator to n. So the same logits and the same sample index give
 the same token on every peer, even if other tokens were sampled before and discarded.
@@ -12,7 +15,7 @@ one tokenizer often have vocabularies padded to different sizes. Then the drafte
 Generators of different devices produce different numbers from one seed. So tokens are sampled on the CPU, as
 transformers does on a CPU. A last stage that is replaced by one on another device continues the same text, if its
 logits are the same. At temperature 0, and with ``top_k``, a GPU selects the entries that can be picked, and only these
-are copied. Else one token costs the transfer of one row, 4 bytes per vocabulary entry.
+are copied. Else one token costs the transfer of one row, 4 bytes per vocabulary entry; so with penalties or a mask.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import functools
 from collections import OrderedDict
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.generation.logits_process import (
@@ -30,8 +34,11 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from p2ptrain.compute.activations import ids_untrusted
 from p2ptrain.compute.device import one_thread
-from p2ptrain.core.serving import COLDEST, Sampling, check_sampling
+from p2ptrain.core.activations import ID_BYTES, decode_ids
+from p2ptrain.core.errors import ProtocolError
+from p2ptrain.core.serving import COLDEST, Pass, Sampling, check_sampling, mask_bytes
 
 _NO_IDS = cast(torch.LongTensor, torch.empty(0, dtype=torch.int64))  # these warpers ignore earlier tokens
 MAX_STATES = 128
@@ -57,25 +64,52 @@ class Picker:
     def __init__(self, sampling: Sampling, *, selects_first: bool = False) -> None:
         check_sampling(sampling)
         self._sampling, self._selects_first = sampling, selects_first
+        self._needs_history = sampling.has_penalties
+        self._history = torch.empty(0, dtype=torch.int64)  # token ids of the session's first positions
+        self._bias = torch.tensor(sampling.logit_bias, dtype=torch.float64).reshape(-1, 2)
         self._has_few_entries = sampling.top_p < 1.0 and 0 < sampling.top_k <= _SMALL_NUCLEUS
         self._warp = make_warpers(sampling, top_p=not self._has_few_entries)
         self._generator = torch.Generator("cpu").manual_seed(sampling.seed)
         # By sample index: the generator's state before it. The newest is the last that was set.
         self._states: OrderedDict[int, Tensor] = OrderedDict({0: self._generator.get_state()})
 
-    def pick(self, logits: Tensor, sample_index: int) -> tuple[int, ...]:
+    def check_untrusted(self, work: Pass, vocab_size: int) -> None:
+        """Raise ``ProtocolError``: the pass's masks or history are not those of its samples, or positions lack ids."""
+        if work.masks and len(work.masks) != work.samples * mask_bytes(vocab_size):
+            raise ProtocolError(f"{len(work.masks)} bytes of masks for {work.samples} samples of {vocab_size} tokens")
+        if self._needs_history:
+            count, stop = len(work.history) // ID_BYTES, work.keep + work.count
+            ids_untrusted(work.history, count, vocab_size)
+            if not 0 <= stop - count <= min(len(self._history), work.keep):
+                raise ProtocolError(f"the last {count} of {stop} token ids, after the first {len(self._history)}")
+
+    def pick_pass(self, logits: Tensor, work: Pass) -> tuple[int, ...]:
+        """``pick`` for a checked pass. ``logits``: of its last rows."""
+        if self._needs_history:
+            ids = torch.tensor(decode_ids(work.history))
+            self._history = torch.cat([self._history[: work.keep + work.count - len(ids)], ids])
+        return self.pick(logits[-work.samples :], work.sample_index, work.masks)
+
+    def pick(self, logits: Tensor, sample_index: int, masks: bytes = b"") -> tuple[int, ...]:
         """Pick a token for each row. ``logits``: (rows, entries), any device and dtype, without NaN and infinity; row i
-        has sample index ``sample_index + i``."""
+        has sample index ``sample_index + i``. The last row is that of the last position in the history, if there are
+        penalties. ``masks``: as of ``Pass``."""
         # A row is little work. On a busy machine several threads would spend the time waiting for one another.
         with one_thread():
-            if self._sampling.temperature <= COLDEST:
+            is_changed = bool(masks) or self._needs_history or bool(self._sampling.logit_bias)
+            if self._sampling.temperature <= COLDEST and not is_changed:
                 # Of equal entries a row's maximum is the first one.
                 return tuple(logits[:, : self._sampling.vocab_size or None].max(-1).indices.tolist())
-            warped = self._scores(logits)
+            warped = self._changed(logits, sample_index, masks) if is_changed else self._scores(logits)
+            if self._sampling.temperature <= COLDEST:
+                return tuple(warped.max(-1).indices.tolist())
             for warper in self._warp:  # calling the list itself inspects their signatures, each time
                 warped = warper(_NO_IDS, warped)
             if self._has_few_entries:
                 warped = _remove_tail(warped, self._sampling.top_p)
+            if self._sampling.min_p:  # equals ``MinPLogitsWarper``, without its sort
+                likely = warped.softmax(-1)
+                warped = warped.masked_fill(likely < self._sampling.min_p * likely.amax(-1, keepdim=True), -torch.inf)
             probabilities, entries = warped.softmax(-1), self._sampling.vocab_size or warped.shape[1]
             noise = torch.stack([self._noise(sample_index + row, entries) for row in range(len(warped))])
             return tuple((probabilities / noise[:, : warped.shape[1]]).argmax(-1).tolist())
@@ -83,9 +117,29 @@ class Picker:
     def _scores(self, logits: Tensor) -> Tensor:
         """A copy that warpers may write into: (rows, entries that may be picked), float32, on the CPU."""
         scores = self._selected_scores(logits) if self._selects_first else None
-        if scores is None:
-            scores = logits.to(device="cpu", dtype=torch.float32, copy=True)
-            scores = scores[:, : self._sampling.vocab_size or None]
+        return self._all_scores(logits) if scores is None else scores
+
+    def _all_scores(self, logits: Tensor) -> Tensor:
+        return logits.to(device="cpu", dtype=torch.float32, copy=True)[:, : self._sampling.vocab_size or None]
+
+    def _changed(self, logits: Tensor, sample_index: int, masks: bytes) -> Tensor:
+        """``_scores`` with penalties, bias and masks."""
+        sampling, scores = self._sampling, self._all_scores(logits)
+        entries = scores.shape[1]
+        if self._needs_history:
+            first = len(self._history) - len(scores) + 1  # number of tokens before the first row's sample
+            for ends, row in enumerate(scores, first):
+                before, penalty = self._history[:ends], sampling.repetition_penalty
+                row[before] = torch.where(row[before] < 0, row[before] * penalty, row[before] / penalty)
+                counts = torch.bincount(self._history[first - sample_index : ends], minlength=entries)
+                row -= counts * sampling.frequency_penalty + (counts > 0) * sampling.presence_penalty
+        if len(self._bias):
+            known = self._bias[self._bias[:, 0] < entries]
+            scores[:, known[:, 0].long()] += known[:, 1].float()
+        if masks:
+            packed = np.frombuffer(masks, np.uint8).reshape(len(scores), -1)
+            allowed = np.unpackbits(packed, axis=1, count=entries, bitorder="little")
+            scores.masked_fill_(torch.from_numpy(allowed) == 0, -torch.inf)
         return scores
 
     def _selected_scores(self, logits: Tensor) -> Tensor | None:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the field's name
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 from transformers.generation.utils import ALL_CACHE_NAMES
@@ -398,16 +397,20 @@ class ServedPart:
                 text, remedy="compute in fp32 or bf16 (fp16 overflows in some models), and check its files"
             )
         tokens: tuple[int, ...] = ()
-        scores, payload = b"", memoryview(b"")
+        scores, tops, payload = b"", b"", memoryview(b"")
         if picker is None:
             payload = encode(out, work.out_encoding)
         elif work.samples:
-            tokens = picker.pick(out[-work.samples :], work.sample_index)
-        if work.targets:
-            logits, targets = out[-len(work.targets) :].float(), torch.tensor(work.targets, device=out.device)
-            scores = bytes(bytes_of(F.cross_entropy(logits, targets, reduction="none").neg()))
+            tokens = picker.pick_pass(out, work)
+        if work.scored:
+            logprobs = out[-work.scored :].float().log_softmax(-1)
+            targets = torch.tensor(work.targets or tokens, device=out.device)
+            scores = bytes(bytes_of(logprobs.gather(1, targets[:, None])))
+            if work.tops:
+                likeliest = logprobs.topk(min(work.tops, self.vocab_size))
+                tops = bytes(bytes_of(likeliest.indices.int())) + bytes(bytes_of(likeliest.values))
         self._tables.finish(each.name, each.rows.stop, own_hashes(each.session.adapter, work.block_hashes))
-        return Ran(payload, tokens, scores)
+        return Ran(payload, tokens, scores, tops)
 
     def _undo(self, each: _ReadyPass) -> None:
         """Cut a session to ``keep`` after its pass failed. Numbers that are not finite would spoil masked sums."""
@@ -485,11 +488,13 @@ class ServedPart:
             raise ProtocolError("only the last stage samples and scores tokens")
         if not 0 <= samples <= count or len(targets) > count:
             raise ProtocolError(f"cannot sample {samples} tokens and score {len(targets)} at {count} positions")
-        if targets:
-            if not 0 <= min(targets) <= max(targets) < self.vocab_size:
+        if work.scored:
+            if targets and not 0 <= min(targets) <= max(targets) < self.vocab_size:
                 raise ProtocolError(f"targets from {min(targets)} to {max(targets)}, of {self.vocab_size} token ids")
-            what, remedy = f"scoring {len(targets)} tokens of {self.vocab_size}", "score fewer tokens in a pass"
-            check_memory(12 * len(targets) * self.vocab_size, self._compute_device, what, remedy)
+            what, remedy = f"scoring {work.scored} tokens of {self.vocab_size}", "score fewer tokens in a pass"
+            check_memory(12 * work.scored * self.vocab_size, self._compute_device, what, remedy)
+        if session.picker is not None and samples:
+            session.picker.check_untrusted(work, self.vocab_size)
         if len(work.block_hashes) > (keep + count) // BLOCK_POSITIONS:
             raise ProtocolError(f"{len(work.block_hashes)} block hashes at {keep + count} positions")
         if not 0 <= work.sample_index <= most:  # one sample per position; skipping ahead takes time

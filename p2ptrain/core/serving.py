@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from typing import Any
 
-from p2ptrain.core.activations import encode_ids
+from p2ptrain.core.activations import decode_ids, encode_ids
 from p2ptrain.core.errors import ConfigError, ResourceError, UserError
 
 COLDEST = 1e-4
@@ -125,14 +126,10 @@ class SamplingOptions:
             name: _number(table, name, getattr(USUAL, name)) if value is None else value
             for name, value in known.items()
         }
-        return replace(
-            USUAL if draws else Sampling(0.0),
-            seed=self.seed,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=self.logit_bias,
-            **values,
-        )
+        values |= {
+            name: getattr(self, name) for name in ("seed", "presence_penalty", "frequency_penalty", "logit_bias")
+        }
+        return replace(USUAL if draws else Sampling(0.0), **values)
 
 
 def _number(table: Mapping[str, Any], name: str, usual: float) -> float:
@@ -147,7 +144,8 @@ def _number(table: Mapping[str, Any], name: str, usual: float) -> float:
         check_sampling(replace(USUAL, **changed))
     except UserError as error:
         text = f"the model's generation_config.json is invalid: {error.message}"
-        raise ConfigError(text, remedy=f"set --{name.replace('_', '-')}, or correct the file") from error
+        option = f"--{name.replace('_', '-')}" if name in ("temperature", "top_k", "top_p") else name
+        raise ConfigError(text, remedy=f"set {option}, or correct the file") from error
     return value
 
 
@@ -188,6 +186,8 @@ class TokenLogprob:
 
 
 MOST_TOP_LOGPROBS = 20
+TOP_BYTES, MOST_TOPS = 8, 256 * MOST_TOP_LOGPROBS
+"""Bytes of each of the likeliest tokens in ``Ran.tops``, and most of them in a pass: the results fit a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +199,11 @@ class Pass:
         samples: number of final positions to sample a token for; only on the last stage.
         sample_index: index of the first sample; the first new token of the session has index 0.
         targets: token ids to score, one after each of the final positions; only on the last stage.
+        tops: so many of the likeliest tokens are wanted with each target; without targets the samples are scored. None:
+            neither.
+        history: with samples: token ids, int32 little-endian, of the positions up to the last new one that the last
+            stage has not yet. Unused without ``Sampling.has_penalties``.
+        masks: of each sample, as of ``mask_bytes``: which tokens may be sampled. Empty: all.
         block_hashes: of the last blocks that are full after this pass, as of ``hash_blocks``: later sessions that begin
             alike may use them.
     """
@@ -212,6 +217,23 @@ class Pass:
     sample_index: int = 0
     targets: tuple[int, ...] = ()
     block_hashes: tuple[bytes, ...] = ()
+    tops: int | None = None
+    history: bytes = b""
+    masks: bytes = b""
+
+    @property
+    def scored(self) -> int:
+        return scored_rows(len(self.targets), self.samples, self.tops)
+
+
+def mask_bytes(vocab_size: int) -> int:
+    """Bytes of a mask: a bit for each token, the lowest one first, in whole 32-bit words."""
+    return -(-vocab_size // 32) * 4
+
+
+def scored_rows(targets: int, samples: int, tops: int | None) -> int:
+    """How many tokens a pass scores: its targets, or its samples, if that is wanted."""
+    return targets or (samples if tops is not None else 0)
 
 
 BLOCK_POSITIONS = 64
@@ -245,16 +267,23 @@ class HashedIds:
 
     def __init__(self, ids: Sequence[int] = ()) -> None:
         self._ids, self._hashes = list(ids), list(hash_blocks(ids))
+        self._passed_on = 0
 
     def append(self, keep: int, ids: Sequence[int]) -> tuple[bytes, ...]:
         """Cut the ids to the first ``keep``, and append others. Returns the hashes of the blocks that are full then,
         from the one of the first new position on, as of ``Pass.block_hashes``."""
         full = keep // BLOCK_POSITIONS
         self._ids[keep:] = ids
+        self._passed_on = min(self._passed_on, keep)
         del self._hashes[full:]
         if len(self._ids) // BLOCK_POSITIONS > full:
             self._hashes = list(hash_blocks(self._ids, self._hashes))
         return tuple(self._hashes[full:])
+
+    def next_history(self) -> tuple[int, ...]:
+        """The ids that it has not returned before, or that replaced those: ``Pass.history`` of the next samples."""
+        start, self._passed_on = self._passed_on, len(self._ids)
+        return tuple(self._ids[start:])
 
 
 class Preempted(ResourceError):
@@ -269,12 +298,25 @@ class Ran:
     Attributes:
         payload: hidden states of the new positions in ``out_encoding``; empty on the last stage. It never changes.
         tokens: sampled tokens of the last ``samples`` positions, in order; empty except on the last stage.
-        scores: natural log-probability of each target among all tokens, at temperature 1; fp32, little-endian.
+        scores: natural log-probability of each scored token among all tokens, at temperature 1; fp32, little-endian.
+        tops: of each scored token the ids of the likeliest ones instead of it, int32; then their log-probabilities.
     """
 
     payload: memoryview
     tokens: tuple[int, ...]
     scores: bytes = b""
+    tops: bytes = b""
+
+
+def token_logprobs(tokens: Sequence[int], scores: bytes, tops: bytes) -> list[TokenLogprob]:
+    """``Ran.scores`` and ``Ran.tops`` of the scored ``tokens``."""
+    each = len(tops) // TOP_BYTES // max(1, len(tokens))
+    size = each * len(tokens)
+    pairs = list(zip(decode_ids(tops[: 4 * size]), struct.unpack(f"<{size}f", tops[4 * size :]), strict=True))
+    return [
+        TokenLogprob(token, score, tuple(pairs[row * each : (row + 1) * each]))
+        for row, (token, score) in enumerate(zip(tokens, struct.unpack(f"<{len(tokens)}f", scores), strict=True))
+    ]
 
 
 class StopStrings:

@@ -168,10 +168,9 @@ class StageChain:
         about = {"stages": self.stages, "positions": positions, "priority": priority, "silence_s": self._silence_s()}
         about["order"] = self.client.world.clock.wall()
         encodings = {"encoding": encoding, "prefill_encoding": self.encodings[1] or encoding}
-        draws = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "seed")}
         seats = [seat.number if seat is not None else -1 for seat in self.seats]
-        opening = about | encodings | draws
-        session = ChainSession(self, seats, opening, sample_from=sample_from, ids=ids, world=self.client.world)
+        opening, world = about | encodings, self.client.world
+        session = ChainSession(self, seats, opening, sampling, sample_from=sample_from, ids=ids, world=world)
         self._sessions.add(session)
         try:
             await session.wait_until_open()

@@ -43,7 +43,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, PeerError
-from p2ptrain.core.serving import HashedIds, hash_blocks
+from p2ptrain.core.serving import TOP_BYTES, HashedIds, hash_blocks, scored_rows
 from roles.pass_queue import SHARED_CHUNK
 from roles.serving.model import MOST_PASSES, PassRequest, PassResult
 from wire.chain_messages import MAX_REQUEST_POSITIONS, NEXT_LOST, PREEMPTED, UNKNOWN_PART, UNKNOWN_SESSION, ChainBroken
@@ -111,6 +111,7 @@ class SamplesArrived:
     tokens: tuple[int, ...]
     spent_us: tuple[int, ...]
     scores: bytes = b""
+    tops: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ ChainEvent = (
 @dataclass(frozen=True, slots=True)
 class ForwardSend:
     """A forward request for the first stage. ``number``, ``last``, ``block_hashes``: as in
-    ``wire.chain_messages.ForwardRequest``."""
+    ``wire.chain_messages.ForwardRequest``. ``history``: as of ``p2ptrain.core.serving.Pass``."""
 
     seat: int
     epoch: int
@@ -155,6 +156,7 @@ class ForwardSend:
     work: PassRequest
     last: int
     block_hashes: tuple[bytes, ...] = ()
+    history: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,8 +378,11 @@ class ChainSessionCore:
         if event.epoch != self.epoch or not self.awaited:
             return
         request = self.awaited[0]
-        answer = (event.number, len(event.tokens), len(event.scores), len(event.spent_us))
-        if answer != (request.number, request.work.samples, 4 * len(request.work.targets), request.last + 1):
+        work = request.work
+        scored = scored_rows(len(work.targets), work.samples, work.tops)
+        sizes = (len(event.tokens), len(event.scores), len(event.tops), len(event.spent_us))
+        wanted = (work.samples, 4 * scored, TOP_BYTES * scored * (work.tops or 0), request.last + 1)
+        if event.number != request.number or sizes != wanted:
             self._begin_mending(now)
             reason = f"it sent an invalid answer to request {request.number}"
             self._count_setback(f"stage {request.last}: {reason}", "", out)
@@ -388,7 +393,6 @@ class ChainSessionCore:
         if self.awaited:  # the next request had to wait for this one
             following = self.awaited[0]
             following.due = max(following.due, now + _patience_s(len(following.work.ids)))
-        work = request.work
         if self.phase is not ChainPhase.RUNNING:
             for stage in self._stages[: request.last + 1]:
                 stage.has = work.stop
@@ -400,7 +404,9 @@ class ChainSessionCore:
         del self.ids[work.keep :]
         self.ids += work.ids
         assert request.sent_at is not None
-        out.append(PassResult(event.tokens, now - request.sent_at, event.spent_us, request.mended, event.scores))
+        out.append(
+            PassResult(event.tokens, now - request.sent_at, event.spent_us, request.mended, event.scores, event.tops)
+        )
 
     def _take_agreement(self, event: StageAnswered) -> None:
         stage = self._stages[event.stage]
@@ -594,7 +600,8 @@ class ChainSessionCore:
                 request.sent_at = now
             work, seat = request.work, self._stages[0].seat
             hashes = self._sent.append(work.keep, work.ids)
-            out.append(ForwardSend(seat, self.epoch, request.number, work, request.last, hashes))
+            history = self._sent.next_history() if work.samples else ()
+            out.append(ForwardSend(seat, self.epoch, request.number, work, request.last, hashes, history))
 
 
 def _patience_s(positions: int) -> float:

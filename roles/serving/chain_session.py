@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
+
 from p2ptrain.core.activations import decode_ids, encode_ids
 from p2ptrain.core.errors import (
     ConnectionLost,
@@ -22,6 +24,7 @@ from p2ptrain.core.errors import (
     Refused,
     UserError,
 )
+from p2ptrain.core.serving import Sampling
 from p2ptrain.core.texts import shortened
 from p2ptrain.core.world import World
 from roles.background import Background
@@ -29,7 +32,16 @@ from roles.serving import chain_core as ev
 from roles.serving.chain_core import ChainSessionCore
 from roles.serving.model import MOST_PASSES, PassRequest, PassResult
 from roles.serving.worker_peer import WorkerPeer
-from wire.chain_messages import MAX_OPEN_HASHES, NEXT_LOST, PREEMPTED, ChainBroken, ForwardRequest, Sampled
+from wire.chain_messages import (
+    MAX_OPEN_HASHES,
+    NEXT_LOST,
+    PREEMPTED,
+    ChainBroken,
+    ForwardRequest,
+    Sampled,
+    SamplingExtras,
+)
+from wire.text_messages import draws_of
 
 CLOSE_S = 5.0
 
@@ -96,6 +108,7 @@ class ChainSession:
         chain: SeatedChain,
         seats: Sequence[int],
         opening: dict[str, Any],
+        sampling: Sampling,
         *,
         sample_from: int,
         ids: Sequence[int],
@@ -103,12 +116,12 @@ class ChainSession:
     ) -> None:
         self.id = world.new_id()
         self.sample_from = sample_from
-        self._chain, self._opening, self._now = chain, opening, world.clock.now
+        self._chain, self._opening, self._now = chain, opening | draws_of(sampling), world.clock.now
         self._core = ChainSessionCore(seats, self._now(), sample_from, ids[:-1])  # the last position is always computed
+        self._has_penalties = sampling.has_penalties
         self._answers: deque[asyncio.Future[PassResult]] = deque()  # of the passes under way
         self._pending: deque[ev.ChainEvent] = deque()
-        self._news = asyncio.Event()
-        self._opened = False
+        self._settled = asyncio.Event()  # it was opened, or has failed
         self.cached = 0
         self._error: P2PTrainError | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -150,9 +163,7 @@ class ChainSession:
     async def wait_until_open(self) -> None:
         """Wait until every stage has the session. Raises ``P2PTrainError`` if that fails."""
         self.event(ev.Tick())
-        while not self._opened and self._error is None:
-            self._news.clear()
-            await self._news.wait()  # the core ends this wait
+        await self._settled.wait()  # the core ends this wait
         if self._error is not None:
             raise self._error
 
@@ -220,12 +231,12 @@ class ChainSession:
                     if not answer.done():  # its caller was cancelled
                         answer.set_result(instruction)
                 case ev.SessionReady(lost, took_s):
-                    if not self._opened:
-                        self._opened, self.cached = True, len(self._core.ids)
+                    if not self._settled.is_set():
+                        self.cached = len(self._core.ids)
                     if lost:
                         what = "; ".join(f"stage {stage}: {reason}" for stage, reason in lost)
                         self._chain.times.mendings.append((what, took_s))
-                    self._news.set()
+                    self._settled.set()
                 case ev.SessionFailed(error):
                     self._error = error
                     self._fail_passes(self._failure())
@@ -237,8 +248,11 @@ class ChainSession:
             what = (send.last, work.samples, work.sample_index(self.sample_from))
             how: dict[str, Any] = {"prefill": work.keep < self.sample_from, "targets": encode_ids(work.targets)}
             how["block_hashes"] = b"".join(send.block_hashes)
+            history = send.history if self._has_penalties else ()
+            if work.tops is not None or history or work.masks:
+                how["extras"] = SamplingExtras(work.tops, len(history), len(work.masks))
             request = ForwardRequest(self.id, send.epoch, send.number, work.keep, count, "ids", *what, **how)
-            peer.send_forward(request, work.ids)
+            peer.send_forward(request, encode_ids((*work.ids, *history)) + work.masks)
 
     async def _ask(self, asked: ev.StageAsk) -> None:
         peer = self._chain.peer_in(asked.stage, asked.seat)
@@ -277,7 +291,7 @@ class ChainSession:
         for answer in self._answers:
             if not answer.done():
                 answer.set_exception(problem)
-        self._news.set()
+        self._settled.set()
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -298,10 +312,13 @@ class ChainSession:
 
 def samples_untrusted(message: Sampled, vocab_size: int) -> ev.SamplesArrived:
     """Check a ``Sampled`` message. Raises ``ProtocolError``."""
-    tokens = decode_ids(message.tokens)
-    if not all(0 <= token < vocab_size for token in tokens):
+    tokens, half = decode_ids(message.tokens), len(message.tops) // 2
+    if not all(0 <= token < vocab_size for token in (*tokens, *decode_ids(message.tops[:half]))):
         raise ProtocolError(f"a token is not in the vocabulary of {vocab_size} tokens")
-    return ev.SamplesArrived(message.epoch, message.number, tokens, tuple(message.spent_us), message.scores)
+    if not np.isfinite(np.frombuffer(message.scores + message.tops[half:], "<f4")).all():
+        raise ProtocolError("a log-probability is not finite")
+    what = tokens, tuple(message.spent_us), message.scores, message.tops
+    return ev.SamplesArrived(message.epoch, message.number, *what)
 
 
 def _position_untrusted(answer: dict[str, Any]) -> int:

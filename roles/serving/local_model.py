@@ -246,7 +246,7 @@ class LocalSession:
         self.computed = self.cached = 0
         self.admitted = self.closed = False
         self._model = model
-        self._sent: HashedIds | None = None  # None: no others will begin alike, as they do not tell their ids
+        self._sent, self._is_shared = HashedIds(), False
         self._error: P2PTrainError | None = None
 
     async def append(self, request: PassRequest) -> PassResult:
@@ -290,7 +290,7 @@ class LocalSession:
     def take_over(self, ids: Sequence[int], cached: int) -> None:
         """Begin with the first ``cached`` positions of ``ids``, which the engine has."""
         self.ids = list(ids[:cached])
-        self._sent = HashedIds(self.ids) if ids else None
+        self._sent, self._is_shared = HashedIds(self.ids), bool(ids)  # no others will begin like unknown ids
         self.computed = self.cached = cached
 
     def next_turn(self) -> tuple[int, bool]:
@@ -315,11 +315,21 @@ class LocalSession:
         if stop - start > most_positions and stop - rows > start:
             stop = min(start + most_positions, stop - rows)
         new = self.ids[start:stop]
-        hashes = self._sent.append(start, new) if self._sent is not None else ()
+        hashes = self._sent.append(start, new)
+        if not self._is_shared:
+            hashes = ()
         work = Pass(start, memoryview(encode_ids(new)), len(new), IDS, self._model.engine.encoding, block_hashes=hashes)
         if stop < request.stop:
             return work
-        return replace(work, samples=request.samples, sample_index=first.sample_index, targets=request.targets)
+        return replace(
+            work,
+            samples=request.samples,
+            sample_index=first.sample_index,
+            targets=request.targets,
+            tops=request.tops,
+            history=encode_ids(self._sent.next_history()) if request.samples else b"",
+            masks=request.masks,
+        )
 
     def end_pass(self, work: Pass, ran: Ran | P2PTrainError, took_s: float) -> None:
         """Take the result of ``work``, whose batch took ``took_s``."""
@@ -334,7 +344,7 @@ class LocalSession:
         if self.computed == first.request.stop:
             self.passes.popleft()
             if not first.answer.done():  # else its caller was cancelled just now
-                first.answer.set_result(PassResult(ran.tokens, first.took_s, scores=ran.scores))
+                first.answer.set_result(PassResult(ran.tokens, first.took_s, scores=ran.scores, tops=ran.tops))
 
     def restart(self) -> None:
         """The engine has dropped all positions: compute them again when there is room."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields
 from typing import Protocol
 
 from p2ptrain.core.serving import Sampling
+from roles.pass_queue import SHARED_CHUNK
 from wire.chain_messages import MAX_REQUEST_POSITIONS
 
 
@@ -27,12 +28,15 @@ from wire.chain_messages import MAX_REQUEST_POSITIONS
 class PassRequest:
     """Cut a session's history to its first ``keep`` positions, append ``ids``, and sample at the last ``samples``.
 
-    ``targets``: token ids whose log-probabilities are wanted, one after each of the last positions."""
+    ``targets``: token ids whose log-probabilities are wanted, one after each of the last positions. ``tops``,
+    ``masks``: as of ``p2ptrain.core.serving.Pass``."""
 
     keep: int
     ids: tuple[int, ...]
     samples: int = 0
     targets: tuple[int, ...] = ()
+    tops: int | None = None
+    masks: bytes = b""
 
     @property
     def stop(self) -> int:
@@ -45,7 +49,7 @@ class PassRequest:
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """The samples of a pass, and the scores of its targets.
+    """The samples of a pass, and ``scores`` and ``tops`` as of ``p2ptrain.core.serving.Ran``.
 
     Attributes:
         took_s: duration of computing it; for a chain the time since it was sent.
@@ -57,6 +61,7 @@ class PassResult:
     spent_us: tuple[int, ...] = ()
     mended: bool = False
     scores: bytes = b""
+    tops: bytes = b""
 
     @property
     def busy_s(self) -> float:
@@ -175,7 +180,7 @@ class PassOutcome:
         tokens: new tokens of the text. rows: positions in the pass. drafts: of these. accepted: right drafts, from the
             first on; 0 if the pass was stale.
         took_s, busy_s: as of ``PassResult``. since_s: time since the previous result.
-        prefill: the pass computed positions of the prompt.
+        prefill: the pass computed positions of the prompt. scored: those of its tokens that it scored.
     """
 
     tokens: tuple[int, ...]
@@ -186,6 +191,7 @@ class PassOutcome:
     drafts: int = 0
     accepted: int = 0
     prefill: bool = False
+    scored: tuple[int, ...] = ()
 
 
 class Decoding:
@@ -195,6 +201,8 @@ class Decoding:
         ids: the prompt.
         max_new_tokens, stop_ids: the text ends after so many tokens, or after one of these.
         cached: positions of the prompt that the session has already; the last position is always computed.
+        tops: as of ``PassRequest``.
+        scores_prompt: the passes of the prompt score its tokens, too. Then ``max_new_tokens`` may be 0.
     Attributes:
         most_passes: as of ``ModelSession``.
         ids: the prompt and the new tokens. prompt_tokens: length of the prompt.
@@ -210,17 +218,21 @@ class Decoding:
         stop_ids: Collection[int] = (),
         cached: int = 0,
         most_passes: int = 1,
+        tops: int | None = None,
+        scores_prompt: bool = False,
     ) -> None:
-        if not ids or max_new_tokens < 1:
+        if not ids or max_new_tokens < 1 - scores_prompt:
             raise ValueError("a generation needs a prompt and at least one new token")
         self.ids = list(ids)
         self.prompt_tokens = len(ids)
         self.ended = ""
         self.stats = DecodingStats()
         self.result_at = 0.0
+        self._tops, self._scores_prompt = tops, scores_prompt
         self._stop = len(ids) + max_new_tokens
         self._stop_ids = frozenset(stop_ids)
         self._cached = min(cached, len(ids) - 1)
+        self._end_prompt()
         self.most_passes = most_passes
         self._passes: deque[tuple[PassRequest, int]] = deque()  # under way, each with its number of drafts
         self._stale = 0  # so many of these are, the first ones
@@ -249,7 +261,8 @@ class Decoding:
     @property
     def may_begin(self) -> bool:
         """Another pass may begin: too few are under way, and in the prompt positions are left."""
-        return len(self._passes) < self.most_passes and not (self.in_prompt and self._next == self.prompt_tokens)
+        most = min(self.prompt_tokens, self._stop - 1)  # without new tokens the last position only has its score
+        return len(self._passes) < self.most_passes and not (self.in_prompt and self._next == most)
 
     @property
     def needs_drafts(self) -> bool:
@@ -266,12 +279,18 @@ class Decoding:
         Raises ``ValueError``: it has no positions."""
         start = self._next
         stop = start + chunk if self.in_prompt else len(self.ids)
+        scores = self.in_prompt and self._scores_prompt and start < self.prompt_tokens - 1
+        if scores:
+            # A score takes the memory of a row of logits. What follows the last position is sampled.
+            stop = min(stop, start + SHARED_CHUNK, self.prompt_tokens - 1)
         ids = (*self.ids[start:stop], *drafts)
         if not ids:
             raise ValueError("the next pass needs drafts")
         samples = len(ids) if not self.in_prompt else int(start + len(ids) == self.prompt_tokens)
-        self._passes.append((PassRequest(start, ids, samples), len(drafts)))
-        return self._passes[-1][0]
+        targets = tuple(self.ids[start + 1 : stop + 1]) if scores else ()
+        request = PassRequest(start, ids, samples, targets, self._tops if samples or scores else None)
+        self._passes.append((request, len(drafts)))
+        return request
 
     def take_samples(self, samples: Sequence[int], took_s: float, now: float, busy_s: float = 0.0) -> PassOutcome:
         """Take the samples of the oldest pass under way. ``busy_s``: 0: all of the time.
@@ -287,7 +306,8 @@ class Decoding:
         since_s, self.result_at = now - self.result_at, now
         if self.in_prompt:
             self._cached = asked.stop
-            return PassOutcome(self._grow(samples), took_s, busy_s, since_s, rows, prefill=True)
+            self._end_prompt()
+            return PassOutcome(self._grow(samples), took_s, busy_s, since_s, rows, prefill=True, scored=asked.targets)
         tokens: tuple[int, ...] = ()
         accepted = 0
         if is_stale := self._stale > 0:
@@ -301,6 +321,10 @@ class Decoding:
         # The first draft of a stale pass was judged if all drafts before it were right.
         self._count(drafts, accepted, min(took_s, since_s), judged=not is_stale or asked.keep == len(self.ids) - 1)
         return PassOutcome(tokens, took_s, busy_s, since_s, rows, drafts, accepted)
+
+    def _end_prompt(self) -> None:
+        if self._stop == self.prompt_tokens and self._cached == self.prompt_tokens - 1:
+            self.ended = "length"
 
     def _continues(self, request: PassRequest) -> bool:
         return request.keep == len(self.ids) - 1 and request.ids[0] == self.ids[-1]
@@ -331,6 +355,6 @@ class Decoding:
 
     def validate(self) -> None:
         assert self.prompt_tokens <= len(self.ids) <= self._stop
-        assert self.ended or len(self.ids) < self._stop
+        assert self.ended or self.in_prompt or len(self.ids) < self._stop
         assert self._stale <= len(self._passes) <= self.most_passes
         assert self.ended or self._stale or not self.assumed or self._continues(self._passes[0][0])

@@ -39,16 +39,16 @@ class TextRequest:
     """
 
     prompt: str = ""
-    ids: tuple[int, ...] = ()
     turns: tuple[Turn, ...] = ()
-    tools: str = ""
     max_new_tokens: int | None = None
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     stop: tuple[str, ...] = ()
-    stop_ids: tuple[int, ...] = ()
-    ignore_end: bool = False
     speculate: bool = True
     priority: int = 0
+    ids: tuple[int, ...] = ()
+    tools: str = ""
+    stop_ids: tuple[int, ...] = ()
+    ignore_end: bool = False
     logprobs: int | None = None
     prompt_logprobs: bool = False
     grammar: str = ""

@@ -6,13 +6,12 @@ There is one per worker, for all of its stages and sessions. A worker that stays
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.world import World
 from roles.background import Background
@@ -174,11 +173,11 @@ class WorkerPeer:
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
 
-    def send_forward(self, work: ForwardRequest, ids: Sequence[int]) -> None:
+    def send_forward(self, work: ForwardRequest, payload: bytes) -> None:
         """Send a forward request, in one message with those of other sessions in the same turn of the loop."""
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._send_outgoing)
-        self._outgoing.append((work, memoryview(encode_ids(ids))))
+        self._outgoing.append((work, memoryview(payload)))
 
     def _send_outgoing(self) -> None:
         work, self._outgoing = self._outgoing, []

@@ -42,6 +42,7 @@ from wire.text_messages import (
     StreamClose,
     StreamRefused,
     Verdict,
+    draws_of,
 )
 
 FIRST_WAIT_S = 0.5
@@ -398,19 +399,15 @@ class TextDrafts:
             self._session = link.open(self._opening(self._drafters), self._ids, self)
 
     def _opening(self, drafters: Drafters) -> DraftOpen:
-        draws = self._sampling
         return DraftOpen(
             count=len(self._ids),
             prompt=self._core.decoding.prompt_tokens,
             positions=self._positions,
             vocab_size=drafters.vocab_size,
             tokenizer=drafters.tokenizer,
-            temperature=draws.temperature,
-            top_k=draws.top_k,
-            top_p=draws.top_p,
-            seed=draws.seed,
             depth=self._core.opening_depth,
             silence_s=2.0,  # each link has its own
+            **draws_of(self._sampling),
         )
 
     def begin_line(self, session: DraftSession) -> None:

@@ -268,11 +268,9 @@ class ForwardRequests:
                 client.incoming.remove(connection)
 
     def _crowded(self, client: StageClient, index: int) -> bool:
-        queues = [
-            stage.core.queue for stage in self.sessions.values() if stage.client is client and stage.core.index == index
-        ]
-        queued_bytes = sum(len(payload) for queue in queues for _, payload in queue)
-        return sum(map(len, queues)) >= QUEUED_FROM_STAGE or queued_bytes >= QUEUED_BYTES
+        cores = [stage.core for (_, at), stage in self.sessions.items() if stage.client is client and at == index]
+        queued_bytes = sum(core.queued_bytes for core in cores)
+        return sum(len(core.queue) for core in cores) >= QUEUED_FROM_STAGE or queued_bytes >= QUEUED_BYTES
 
     async def run(self) -> None:
         while True:
@@ -323,7 +321,7 @@ class ForwardRequests:
 
     async def _compute_batch(self, part: Part, batch: Sequence[OpenStage]) -> None:
         began = self._now()
-        begun = list[tuple[OpenStage, ForwardRequest]]()
+        begun = list[tuple[OpenStage, ForwardRequest, memoryview]]()
         passes = dict[str, Pass]()
         for stage in batch:
             work, payload = stage.core.queue.popleft()
@@ -332,7 +330,7 @@ class ForwardRequests:
             except P2PTrainError as problem:
                 self._break(stage, stage.core.index, _code(problem), problem)
                 continue
-            begun.append((stage, work))
+            begun.append((stage, work, payload[len(payload) - work.extra_bytes :]))
             self._wait_with(stage)
             stage.client.changed.set()
         if not passes:
@@ -343,10 +341,10 @@ class ForwardRequests:
             ran = dict.fromkeys(passes, problem)
         took_s = self._now() - began
         self._room.set()
-        part.add_pass(self._now(), took_s, sum(work.count for _, work in begun))
+        part.add_pass(self._now(), took_s, sum(work.count for _, work, _ in begun))
         ended: defaultdict[StageClient, list[Sampled]] = defaultdict(list)
         onward: defaultdict[NextStage, list[tuple[ForwardRequest, memoryview]]] = defaultdict(list)
-        for stage, work in begun:
+        for stage, work, extras in begun:
             core, result = stage.core, ran[stage.core.id]
             if isinstance(result, Preempted):
                 core.drop_positions()  # also if the epoch has changed meanwhile
@@ -359,13 +357,13 @@ class ForwardRequests:
             spent_us = [*work.spent_us, round(1e6 * took_s)]
             if work.last == core.index:
                 tokens = encode_ids(result.tokens) if work.samples else b""
-                ended[stage.client].append(
-                    Sampled(work.session, work.epoch, work.number, tokens, spent_us, result.scores)
-                )
+                what = tokens, spent_us, result.scores, result.tops
+                ended[stage.client].append(Sampled(work.session, work.epoch, work.number, *what))
             elif stage.link is not None:
                 part.out_position_bytes = result.payload.nbytes / work.count
                 request = replace(work, encoding=core.out_encoding(work), spent_us=spent_us)
-                onward[stage.link].append((request, result.payload))
+                payload = memoryview(bytes(result.payload) + bytes(extras)) if extras else result.payload
+                onward[stage.link].append((request, payload))
         for link, requests in onward.items():
             link.send(requests)
         for client, results in ended.items():

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from p2ptrain.core.activations import IDS, activation_bytes, decode_ids
+from p2ptrain.core.activations import ID_BYTES, IDS, activation_bytes, decode_ids
 from p2ptrain.core.errors import ProtocolError, Refused
-from p2ptrain.core.serving import BLOCK_POSITIONS, HASH_BYTES, Pass, Preempted
+from p2ptrain.core.serving import BLOCK_POSITIONS, HASH_BYTES, MOST_TOPS, Pass, Preempted, scored_rows
 from roles.worker.stage_requests import OpenRequest
-from wire.chain_messages import MAX_REQUEST_POSITIONS, ForwardRequest
+from wire.chain_messages import MAX_REQUEST_POSITIONS, MOST_EXTRA_BYTES, ForwardRequest
 
 MOST_QUEUED = 256
 """Requests that a first stage may queue. It never stops reading: the client's other requests use this connection."""
@@ -44,9 +44,11 @@ def batch_sizes_untrusted(
         elif (work.encoding == IDS) == bool(width) or not 0 < work.count <= MAX_REQUEST_POSITIONS:
             raise ProtocolError(f"an invalid request of session {work.session[:64]!r}, which is not open here")
         else:
-            sizes.append(activation_bytes(work.encoding, work.count, width))
+            sizes.append(activation_bytes(work.encoding, work.count, width) + work.extra_bytes)
     if sum(work.count for work in requests) > MAX_REQUEST_POSITIONS:
         raise ProtocolError(f"requests of more than {MAX_REQUEST_POSITIONS} positions in one message")
+    if sum(work.extra_bytes for work in requests) > MOST_EXTRA_BYTES:
+        raise ProtocolError(f"requests with more than {MOST_EXTRA_BYTES} bytes beside the positions in one message")
     return sizes
 
 
@@ -95,6 +97,10 @@ class StageSession:
     def last(self) -> bool:
         return self.index == self.asked.stages - 1
 
+    @property
+    def queued_bytes(self) -> int:
+        return sum(len(payload) for _, payload in self.queue)
+
     def payload_bytes_untrusted(self, work: ForwardRequest) -> int:
         """Check ``work`` and return its payload's size. Allocates nothing. Raises ``ProtocolError``."""
         if not 0 < work.count <= MAX_REQUEST_POSITIONS:
@@ -111,6 +117,10 @@ class StageSession:
         rows, (targets, rest) = work.count if work.last == self.asked.stages - 1 else 0, divmod(len(work.targets), 4)
         if not 0 <= work.samples <= rows or targets > rows or rest:
             raise ProtocolError(f"cannot sample {work.samples} tokens and score {targets} at {rows} positions")
+        if work.extras is not None:
+            scored = scored_rows(targets, work.samples, work.extras.tops)
+            if not rows or (work.extra_bytes and not work.samples) or scored * (work.extras.tops or 0) > MOST_TOPS:
+                raise ProtocolError(f"invalid {work.extras} with {targets} targets and {work.samples} samples")
         if not (0 <= work.sample_index < 1 << 31 and 0 <= work.number < 1 << 53):
             raise ProtocolError(f"invalid sample index {work.sample_index} or request number {work.number}")
         if len(work.block_hashes) % HASH_BYTES or len(work.block_hashes) > HASH_BYTES * (
@@ -123,7 +133,7 @@ class StageSession:
             raise ProtocolError(f"the first stage takes token ids, not {work.encoding[:40]!r}")
         if not self.first and work.encoding != self.out_encoding(work):
             raise ProtocolError(f"hidden states in {work.encoding[:40]!r}, expected {self.out_encoding(work)!r}")
-        return activation_bytes(work.encoding, work.count, self.width)
+        return activation_bytes(work.encoding, work.count, self.width) + work.extra_bytes
 
     def out_encoding(self, work: ForwardRequest) -> str:
         return self.asked.prefill_encoding if work.prefill else self.asked.encoding
@@ -134,8 +144,9 @@ class StageSession:
             raise ProtocolError(f"a request of epoch {work.epoch}, but the session is at epoch {self.epoch}")
         if work.epoch < self.epoch or self.broken or self.closed:
             return False
-        if len(self.queue) >= MOST_QUEUED:
-            raise ProtocolError(f"more than {MOST_QUEUED} requests wait: the client exceeds its limit")
+        if len(self.queue) >= MOST_QUEUED or (self.first and self.queued_bytes > QUEUED_BYTES):
+            text = f"more than {MOST_QUEUED} requests, or {QUEUED_BYTES} bytes, wait: the client exceeds its limit"
+            raise ProtocolError(text)
         self.queue.append((work, payload))
         return True
 
@@ -153,7 +164,13 @@ class StageSession:
         # Positions that came in another encoding than those of a prompt are not those that a prompt would have.
         is_same = work.prefill or self.asked.encoding == self.asked.prefill_encoding
         hashes = self.own_hashes(work.block_hashes if is_same else b"")
-        return Pass(work.keep, payload, work.count, work.encoding, self.out_encoding(work), *rows, hashes)
+        extras: tuple[int | None, bytes, bytes] = None, b"", b""
+        size = len(payload) - work.extra_bytes
+        if work.extras is not None and self.last:
+            masks_from = size + ID_BYTES * work.extras.history
+            extras = work.extras.tops, bytes(payload[size:masks_from]), bytes(payload[masks_from:])
+        out_encoding = self.out_encoding(work)
+        return Pass(work.keep, payload[:size], work.count, work.encoding, out_encoding, *rows, hashes, *extras)
 
     def own_hashes(self, hashes: bytes) -> tuple[bytes, ...]:
         """The hashes of blocks for the engine: other ones for each client, so that none can give another one false

@@ -7,11 +7,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers.generation.logits_process import TopPLogitsWarper
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TopPLogitsWarper,
+)
 
 from p2ptrain.compute import picking
 from p2ptrain.compute.picking import _NO_IDS, MAX_STATES, Picker, _exponential, _remove_tail, make_warpers
-from p2ptrain.core.serving import Sampling
+from p2ptrain.core.activations import encode_ids
+from p2ptrain.core.errors import ProtocolError
+from p2ptrain.core.serving import Pass, Sampling, mask_bytes
 
 SAMPLINGS = [
     Sampling(seed=1),
@@ -143,3 +150,86 @@ def test_numbers_that_are_drawn_at_once_are_those_of_torch(entries: int, monkeyp
         with monkeypatch.context() as patched:
             patched.setattr(picking, "_is_uniform_equal", lambda: False)
             assert torch.equal(_exponential(entries, slowly), wanted)
+
+
+PROCESSED = [
+    Sampling(temperature=0.0, repetition_penalty=1.6, presence_penalty=0.7),
+    Sampling(temperature=0.8, top_k=50, top_p=0.95, repetition_penalty=1.2, seed=2),
+    Sampling(temperature=1.3, min_p=0.02, presence_penalty=0.5, frequency_penalty=-0.4, seed=3),
+    Sampling(temperature=1.5, top_k=30, min_p=0.1, logit_bias=((3, 5.0), (9, -100.0), (99999, 1.0)), seed=4),
+]
+
+
+def processed(logits: torch.Tensor, ids: list[int], prompt: int, sampling: Sampling, allowed: list[list[int]]) -> int:
+    """One token, by transformers' processors, OpenAI's formula, and its warpers, in this order."""
+    known = torch.tensor([ids])
+    row = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(known, logits[None].float().clone())  # type: ignore[arg-type]
+    for token in range(row.shape[1]):
+        count = ids[prompt:].count(token)
+        row[0, token] -= count * sampling.frequency_penalty + float(count > 0) * sampling.presence_penalty
+    for token, bias in sampling.logit_bias:
+        row[0, token : token + 1] += bias
+    if allowed:
+        row = PrefixConstrainedLogitsProcessor(lambda _, text: allowed[len(text) - prompt], 1)(known, row)  # type: ignore[arg-type]
+    if not sampling.temperature:
+        return int(row.argmax())
+    row = make_warpers(sampling)(_NO_IDS, row)  # type: ignore[arg-type]
+    if sampling.min_p:
+        row = MinPLogitsWarper(sampling.min_p)(_NO_IDS, row)
+    generator = torch.Generator("cpu").manual_seed(sampling.seed)
+    for _ in ids[prompt:]:
+        _exponential(row.shape[1], generator)
+    return int(torch.multinomial(row.softmax(-1), num_samples=1, generator=generator))
+
+
+@pytest.mark.parametrize("sampling", PROCESSED, ids=str)
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_penalties_bias_and_masks_are_those_of_transformers(sampling: Sampling, is_masked: bool) -> None:
+    """In passes of several rows, some of which are wrong drafts and come again."""
+    vocab_size, rng, picker = 211, random.Random(1), Picker(sampling)
+    logits = 3 * torch.randn(60, vocab_size, generator=torch.Generator().manual_seed(9))
+    ids, prompt, known = [5, 3, 3, 200, 7], 5, 0
+    allowed = [sorted(rng.sample(range(vocab_size), rng.choice([3, 150]))) for _ in range(80)] if is_masked else []
+    while len(ids) < 45:
+        drafts = [rng.randrange(vocab_size) for _ in range(rng.choice([0, 1, 4]))]
+        drafts = [processed(logits[len(ids)], ids, prompt, sampling, allowed), *drafts][: len(drafts)]
+        text, keep = [*ids, *drafts], len(ids) - 1
+        rows = range(len(ids), len(text) + 1)
+        masks = bytearray(mask_bytes(vocab_size) * len(rows) * is_masked)
+        for row, ends in enumerate(rows):
+            for token in allowed[ends - prompt] if is_masked else ():
+                masks[row * mask_bytes(vocab_size) + token // 8] |= 1 << token % 8
+        history = encode_ids(text[min(known, keep) :])
+        work = Pass(
+            keep,
+            memoryview(b""),
+            len(text) - keep,
+            "ids",
+            "fp32",
+            samples=len(rows),
+            sample_index=len(ids) - prompt,
+            history=history,
+            masks=bytes(masks),
+        )
+        picker.check_untrusted(work, vocab_size)
+        wanted = [processed(logits[ends], text[:ends], prompt, sampling, allowed) for ends in rows]
+        assert list(picker.pick_pass(logits[rows.start : rows.stop], work)) == wanted
+        known = len(text)
+        ids.append(wanted[0])
+        if drafts and drafts[0] == wanted[0]:
+            ids.append(wanted[1])
+
+
+def test_history_or_masks_that_do_not_fit_are_refused() -> None:
+    picker = Picker(Sampling(repetition_penalty=2.0))
+    work = Pass(2, memoryview(b""), 2, "ids", "fp32", samples=2, sample_index=1, history=encode_ids([1, 2, 3, 4]))
+    picker.check_untrusted(work, 40)
+    for changes in (
+        {"history": encode_ids([3, 4])},  # the ids before them are not known
+        {"history": encode_ids([1, 2, 3, 40])},
+        {"history": encode_ids([0, 1, 2, 3, 4])},
+        {"history": encode_ids([1, 2, 3, 4])[:-1]},
+        {"masks": bytes(mask_bytes(40))},
+    ):
+        with pytest.raises(ProtocolError):
+            picker.check_untrusted(replace(work, **changes), 40)

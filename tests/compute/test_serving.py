@@ -16,8 +16,11 @@ MODELS: list[dict[str, Any]] = [
     {"do_sample": False, "temperature": 0.6},
     {"do_sample": True, "temperature": 0.6, "top_p": 0.9},
     {"do_sample": True, "top_k": 20, "top_p": 0.8, "temperature": 0.7, "eos_token_id": 3},
+    {"do_sample": True, "min_p": 0.1, "repetition_penalty": 1.05},
+    {"repetition_penalty": 1.05},
 ]
 ASKED: list[dict[str, Any]] = [{}, {"temperature": 0.3}, {"top_k": 7}, {"top_p": 0.4, "temperature": 1.1}]
+ASKED += [{"min_p": 0.2, "repetition_penalty": 1.0}]
 
 
 @pytest.mark.parametrize("said", MODELS)
@@ -28,10 +31,12 @@ def test_as_transformers(said: dict[str, Any], asked: dict[str, Any]) -> None:
     joined.update(**GenerationConfig(**said).to_dict(), defaults_only=True)
     joined.update(**GenerationConfig._get_default_generation_params(), defaults_only=True)
     found = SamplingOptions(**asked, seed=5).of(said)
+    repeated = 1.0 if joined.repetition_penalty is None else joined.repetition_penalty
     if joined.do_sample:
-        assert found == Sampling(joined.temperature, joined.top_k, joined.top_p, 5)
+        shape = (joined.temperature, joined.top_k, joined.top_p)
+        assert found == Sampling(*shape, 5, min_p=joined.min_p or 0.0, repetition_penalty=repeated)
     else:
-        assert found == Sampling(0.0, seed=5)
+        assert found == Sampling(0.0, seed=5, repetition_penalty=repeated)
 
 
 def test_zero_is_the_likeliest_whatever_else_is_said() -> None:
@@ -47,7 +52,19 @@ def test_what_cannot_be_names_the_file(key: str, value: str) -> None:
     assert "--" in caught.value.remedy
 
 
-@pytest.mark.parametrize("asked", [{"top_p": 0}, {"top_k": -1}])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"top_p": 0},
+        {"top_k": -1},
+        {"min_p": 1.1},
+        {"repetition_penalty": 0.0},
+        {"presence_penalty": 101.0},
+        {"frequency_penalty": float("nan")},
+        {"logit_bias": ((3, -101.0),)},
+        {"logit_bias": ((-1, 1.0),)},
+    ],
+)
 def test_what_cannot_be_names_the_option(asked: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=next(iter(asked))):
         SamplingOptions(**asked)

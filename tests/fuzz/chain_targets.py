@@ -7,6 +7,7 @@ import random
 import tempfile
 from dataclasses import asdict, replace
 from functools import cache
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.footprint import ModelSizes
-from p2ptrain.core.serving import Sampling
+from p2ptrain.core.serving import Sampling, token_logprobs
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.memory import MemoryNetwork
@@ -63,6 +64,7 @@ _ENDED = st.builds(
     _TOKENS | st.binary(max_size=9) | st.just(bytes(4 * MAX_REQUEST_POSITIONS + 4)),
     _SPENT,
     st.binary(max_size=9),
+    st.binary(max_size=17) | st.just(bytes(16)),
 )
 
 
@@ -72,6 +74,9 @@ def _check_ended(message: Sampled) -> None:
     assert len(found.spent_us) <= MAX_STAGES
     assert all(0 <= token < VOCAB for token in found.tokens)
     assert len(found.scores) % 4 == 0
+    rows = len(found.tops) // 8
+    for each in token_logprobs(range(rows), bytes(4 * rows), found.tops):
+        assert all(0 <= token < VOCAB and isfinite(score) for token, score in each.top)
 
 
 # ------------------------------------------------------------------------------------------------------ a whole client

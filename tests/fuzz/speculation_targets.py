@@ -39,7 +39,16 @@ from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.messages import Message, Request
 from wire.schema import instance_untrusted
-from wire.text_messages import MAX_DEPTH, DraftOpen, DraftReady, Drafts, StreamClose, StreamRefused, Verdict
+from wire.text_messages import (
+    MAX_DEPTH,
+    DraftOpen,
+    DraftReady,
+    Drafts,
+    StreamClose,
+    StreamRefused,
+    Verdict,
+    draws_of,
+)
 
 from .engine import send_if_valid, target
 from .strategies import WHOLE, made, mutated
@@ -50,7 +59,7 @@ GREEDY = Sampling(temperature=0)
 _SMALL = st.integers(-1, 12)
 _IDS = st.lists(st.integers(0, VOCAB) | st.just((1 << 16) - 1), max_size=6).map(encode_ids)
 _BYTES = _IDS | mutated(_IDS)
-_OPENING = DraftOpen(1.0, 0, 1.0, 0, 3, 3, 40, VOCAB, TOKENIZER, 8, 2.0)
+_OPENING = DraftOpen(3, 3, 40, VOCAB, TOKENIZER, 8, 2.0, **draws_of(Sampling()))
 _OPENINGS = made(
     DraftOpen,
     count=st.integers(0, 6),
@@ -62,6 +71,12 @@ _OPENINGS = made(
     top_k=st.integers(0, 5),
     top_p=st.sampled_from([1.0, 0.9]),
     seed=st.integers(0, 9),
+    min_p=st.sampled_from([0.0, 0.1]),
+    repetition_penalty=st.sampled_from([1.0, 1.2]),
+    presence_penalty=st.just(0.0),
+    frequency_penalty=st.sampled_from([0.0, 0.5]),
+    biased=st.lists(st.integers(0, 9), max_size=1),
+    biases=st.lists(st.just(1.0), max_size=1),
     depth=st.integers(0, 20),
     silence_s=st.sampled_from([0.5, 2.0]),
 )

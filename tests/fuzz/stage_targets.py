@@ -6,11 +6,13 @@ import json
 from contextlib import suppress
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
 
-from p2ptrain.core.activations import ENCODINGS, activation_bytes
+from p2ptrain.compute.picking import Picker
+from p2ptrain.core.activations import ENCODINGS, activation_bytes, encode_ids
 from p2ptrain.core.errors import ProtocolError
-from p2ptrain.core.serving import PartSpec
+from p2ptrain.core.serving import PartSpec, Pass, Sampling
 from roles.model_directory import (
     FILE,
     TableReceiver,
@@ -24,7 +26,14 @@ from roles.worker.model_loading import _owned_untrusted
 from roles.worker.stage_session import batch_sizes_untrusted
 from tests.roles.stage_doubles import PORT, open_params, session_of
 from tests.roles.stage_stand_in import WIDTH, StandInBuilder, StandInStage, shapes_of, stand_in_config, stand_in_part
-from wire.chain_messages import MAX_REQUEST_POSITIONS, ForwardRequest, TensorRecord, TensorsPage
+from wire.chain_messages import (
+    MAX_REQUEST_POSITIONS,
+    MOST_EXTRA_BYTES,
+    ForwardRequest,
+    SamplingExtras,
+    TensorRecord,
+    TensorsPage,
+)
 from wire.job_messages import RANGE_BYTES
 
 from .engine import accepted, target
@@ -111,6 +120,7 @@ _WORK_VALUES: dict[str, st.SearchStrategy[Any]] = {
     "sample_index": st.integers(0, 3),
     "spent_us": st.sampled_from([[], [1], [1, 2]]),
     "prefill": st.booleans(),
+    "extras": st.none() | made(SamplingExtras, history=st.integers(0, 5), mask_bytes=st.sampled_from([0, 8, 1 << 21])),
 }
 _WORKS = made(ForwardRequest, **_WORK_VALUES)
 _ENGINE = stand_in_part(CONFIG, 0, 3)
@@ -128,16 +138,36 @@ def _check_work(case: tuple[ForwardRequest, int, bytes]) -> None:
     session = session_of("s1", index)
     with suppress(ProtocolError):
         size = session.payload_bytes_untrusted(work)
-        assert 0 < size <= MAX_REQUEST_POSITIONS * 4 * WIDTH
-        assert size == activation_bytes(work.encoding, work.count, WIDTH)
+        assert 0 < size <= MAX_REQUEST_POSITIONS * 4 * WIDTH + MOST_EXTRA_BYTES
+        assert size == activation_bytes(work.encoding, work.count, WIDTH) + work.extra_bytes
         assert work.keep + work.count <= 64
     with suppress(ProtocolError):
         sizes = batch_sizes_untrusted([work, work], [session, None], WIDTH * (index > 0))
-        assert sizes == [activation_bytes(work.encoding, work.count, WIDTH)] * 2
+        assert sizes == [activation_bytes(work.encoding, work.count, WIDTH) + work.extra_bytes] * 2
+        assert 2 * work.extra_bytes <= MOST_EXTRA_BYTES
         assert 2 * work.count <= MAX_REQUEST_POSITIONS
     engine: StandInStage = _ENGINE if index == 0 else stand_in_part(CONFIG, 1, 3)
     with suppress(ProtocolError):
         assert len(engine._taken_in_untrusted(memoryview(payload), work.encoding, work.count)) == work.count
+
+
+_IDS = st.lists(st.integers(-1, 40), max_size=5).map(encode_ids) | st.binary(max_size=9)
+
+
+@target(
+    "sampling-extras",
+    st.tuples(st.integers(0, 4), st.integers(1, 4), _IDS, st.sampled_from([b"", bytes(8), bytes(16), bytes(9)])),
+    "p2ptrain.compute.picking.Picker.check_untrusted",
+)
+def _check_extras(case: tuple[int, int, bytes, bytes]) -> None:
+    keep, count, history, masks = case
+    picker = Picker(Sampling(0.0, repetition_penalty=2.0))
+    first = Pass(0, memoryview(b""), 2, "ids", "fp32", samples=1, history=encode_ids([1, 2]))
+    assert len(picker.pick_pass(torch.zeros(2, 40), first)) == 1
+    work = Pass(keep, memoryview(b""), count, "ids", "fp32", samples=1, history=history, masks=masks)
+    picker.check_untrusted(work, 40)
+    assert len(picker.pick_pass(torch.zeros(count, 40), work)) == 1
+    assert len(picker._history) == keep + count
 
 
 # -------------------------------------------------------------------------------------------------------------- tables

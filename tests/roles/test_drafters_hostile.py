@@ -37,7 +37,7 @@ from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.messages import Message, Response
 from wire.schema import instance_untrusted
-from wire.text_messages import DraftOpen, DraftReady, Drafts, StreamRefused, Verdict
+from wire.text_messages import DraftOpen, DraftReady, Drafts, StreamRefused, Verdict, draws_of
 
 pytestmark = pytest.mark.virtual_time
 
@@ -156,7 +156,7 @@ async def test_a_drafter_that_is_silent_is_lost_in_seconds() -> None:
 
 # ------------------------------------------------------------------------------------------------- hostile verifiers
 
-OPENING = DraftOpen(1.0, 0, 1.0, 0, 5, 5, 64, VOCAB, TOKENIZER, 8, 2.0)
+OPENING = DraftOpen(5, 5, 64, VOCAB, TOKENIZER, 8, 2.0, **draws_of(Sampling()))
 IDS = encode_ids(PROMPT)
 
 

@@ -102,6 +102,24 @@ def test_a_stage_that_drops_positions_for_older_sessions_gets_them_again() -> No
     assert not out
 
 
+def test_the_last_stage_gets_the_whole_history_again_after_a_break() -> None:
+    """Also the positions that it has at once, because other sessions computed them."""
+    core = running()
+    (send,) = core.handle(PassRequest(0, (5, 6), 1), 0.0)
+    assert isinstance(send, ev.ForwardSend)
+    assert send.history == (5, 6)
+    core.handle(ev.SamplesArrived(1, send.number, (7,), (1, 1)), 0.0)
+    (send,) = core.handle(PassRequest(2, (7, 8), 2), 0.0)
+    assert isinstance(send, ev.ForwardSend)
+    assert send.history == (7, 8)
+    core.handle(ev.StageLost(1, 1, "gone"), 1.0)
+    (asked,) = asks_of(core.handle(ev.StageAssigned(1, 2), 1.0))
+    (asked,) = asks_of(core.handle(ev.StageAnswered(1, asked.ask, 2), 1.0))
+    *_, send = core.handle(ev.StageAnswered(0, asked.ask, 2), 1.0)
+    assert isinstance(send, ev.ForwardSend)
+    assert (send.work.keep, send.history) == (2, (5, 6, 7, 8))
+
+
 def test_a_session_begins_with_what_all_stages_have() -> None:
     prompt = tuple(range(200))
     core = ChainSessionCore([1, 1], 0.0, 200, prompt)

@@ -26,13 +26,14 @@ SAMPLINGS = [
     Sampling(temperature=0.8, top_k=50, seed=2),
     Sampling(temperature=1.3, top_k=40, top_p=0.9, seed=3),
     Sampling(temperature=0.9, top_p=0.7, seed=4),
+    Sampling(temperature=0.9, top_k=40, min_p=0.02, repetition_penalty=1.3, seed=5),
 ]
 DRAFTS = [(0, 0.0), (4, 0.7), (16, 0.9), (8, 0.0)]  # how many at a time, and how often they are right
 
 
 def generated(whole: Any, sampling: Sampling) -> list[int]:
     x = torch.tensor([PROMPT])
-    shape = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    shape = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
     drawn: dict[str, Any] = {"do_sample": True, **shape} if sampling.temperature else {"do_sample": False}
     with torch.random.fork_rng(devices=[]), torch.inference_mode():
         torch.manual_seed(sampling.seed)
@@ -59,7 +60,9 @@ async def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
 
 async def test_the_tokens_are_those_of_generate(loaded: tuple[Any, LocalModel]) -> None:
     whole, target = loaded
-    for sampling, patterns in zip(SAMPLINGS, (DRAFTS, DRAFTS[1:3], DRAFTS[1:2], DRAFTS[1:2], DRAFTS[2:3]), strict=True):
+    for sampling, patterns in zip(
+        SAMPLINGS, (DRAFTS, DRAFTS[1:3], DRAFTS[1:2], DRAFTS[1:2], DRAFTS[2:3], DRAFTS[1:2]), strict=True
+    ):
         wanted = generated(whole, sampling)
         accepted = 0
         for drafts, right in patterns:
