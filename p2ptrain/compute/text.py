@@ -40,9 +40,9 @@ _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_l
 _CHATS_AT_ONCE = 8
 _PROMPT_IDS = 8  # ids of the prompt to decode with the first new one
 _UNSUPPORTED: dict[str, float | None] = {
-    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "typical_p", "guidance_scale"), 1),
+    **dict.fromkeys(("encoder_repetition_penalty", "typical_p", "guidance_scale"), 1),
     **dict.fromkeys(("num_beams", "num_beam_groups"), 1),
-    **dict.fromkeys(("no_repeat_ngram_size", "min_p", "epsilon_cutoff", "eta_cutoff", "min_length"), 0),
+    **dict.fromkeys(("no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff", "min_length"), 0),
     **dict.fromkeys(("min_new_tokens", "diversity_penalty", "penalty_alpha", "token_healing"), 0),
     **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id")),
     **dict.fromkeys(("forced_eos_token_id", "sequence_bias", "exponential_decay_length_penalty", "top_h")),
@@ -93,11 +93,16 @@ class ModelText:
             )
 
     def writer(
-        self, prompt: Sequence[int] = (), *, stop: Iterable[str] = (), end_tokens: frozenset[int] | None = None
+        self,
+        prompt: Sequence[int] = (),
+        *,
+        stop: Iterable[str] = (),
+        end_tokens: frozenset[int] | None = None,
+        stop_ids: Iterable[int] = (),
     ) -> TextWriter:
         """A writer for the tokens that follow ``prompt``. Raises ``UserError`` for an empty stop string."""
         ends = self.end_tokens if end_tokens is None else end_tokens
-        return TextWriter(self.tokenizer.backend, prompt, stop=stop, end_tokens=ends)
+        return TextWriter(self.tokenizer.backend, prompt, stop=stop, end_tokens=ends, stop_ids=stop_ids)
 
     def sampling(self, options: SamplingOptions) -> Sampling:
         """Sampling with the person's options, and the model's defaults for the rest. Raises ``ConfigError``."""
@@ -137,6 +142,7 @@ class TextWriter:
         end_tokens: ids that end the text, those of special tokens among the stop strings included.
         ended: why the text ended: ``"stop"`` (stop string), ``"end"`` (end token) or ``"length"`` (``finish`` was
             called). Empty before that.
+        stop_reason: after ``"stop"``: the stop string, or the stop id.
     """
 
     def __init__(
@@ -146,17 +152,22 @@ class TextWriter:
         *,
         stop: Iterable[str] = (),
         end_tokens: frozenset[int] = frozenset(),
+        stop_ids: Iterable[int] = (),
     ) -> None:
         self.text = ""
         self.tokens = 0
         self.ended = ""
+        self.stop_reason: str | int | None = None
         self._backend = backend
         stops = tuple(stop)
         self._stops = StopStrings(stops)
         # A special token is no part of the text, so its id is compared.
         added = backend.get_added_tokens_decoder() if stops else {}
-        self._stop_tokens = {token for token, entry in added.items() if entry.special and entry.content in stops}
-        self.end_tokens = end_tokens | self._stop_tokens
+        self._stop_tokens: dict[int, str | int] = {token: token for token in stop_ids}
+        self._stop_tokens |= {
+            token: entry.content for token, entry in added.items() if entry.special and entry.content in stops
+        }
+        self.end_tokens = end_tokens | self._stop_tokens.keys()
         # Some decoders drop the space before the first word. So new ids are decoded after some ids of the prompt.
         self._ids = list(prompt[-_PROMPT_IDS:])
         while self._ids and backend.decode(self._ids, skip_special_tokens=True).startswith("\ufffd"):
@@ -169,6 +180,7 @@ class TextWriter:
             return ""
         self.tokens += 1
         if token in self.end_tokens:
+            self.stop_reason = self._stop_tokens.get(token)
             return self._close("stop" if token in self._stop_tokens else "end")
         self._ids.append(token)
         return self._give(self._stops.feed(self._decode(whole_characters=True)))
@@ -186,7 +198,7 @@ class TextWriter:
 
     def _give(self, piece: str) -> str:
         if self._stops.found is not None:
-            self.ended = "stop"
+            self.ended, self.stop_reason = "stop", self._stops.found
         self.text += piece
         return piece
 
@@ -215,8 +227,9 @@ def _json_map(path: Path) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------------------- conversations
 
-SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
+SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 _PLAIN_STOP = "\nUser:"
+_TOOL_MARKS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3": "<|python_tag|>"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +248,13 @@ class Turn:
     tool_calls: str = ""
     tool_call_id: str = ""
     name: str = ""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """As chat templates expect it."""
+        more = {"tool_calls": json.loads(self.tool_calls)} if self.tool_calls else {}
+        more |= {name: value for name in ("tool_call_id", "name") if (value := getattr(self, name))}
+        return {"role": self.role, "content": self.text, **more}
 
 
 class TrainingText(NamedTuple):
@@ -279,9 +299,20 @@ class ChatFormat:
         dated = "strftime_now" in self._template
         return [self._template, {key: str(value) for key, value in self._special.items()}, self._date if dated else ""]
 
-    def ids(self, turns: Sequence[Turn]) -> list[int]:
-        """Prompt ids for the model's next answer. Raises ``UserError`` if the template refuses the turns."""
-        (text,) = self._render([([{"role": turn.role, "content": turn.text} for turn in turns], True)])
+    @property
+    def has_tools(self) -> bool:
+        """Whether the template shows tools to the model."""
+        return "tools" in self._template
+
+    @property
+    def tool_format(self) -> str:
+        """How the template writes calls of tools: a name in ``_TOOL_MARKS``, or ``json``."""
+        return next((name for name, mark in _TOOL_MARKS.items() if mark in self._template), "json")
+
+    def ids(self, turns: Sequence[Turn], tools: str = "") -> list[int]:
+        """Prompt ids for the model's next answer. ``tools``: JSON list of those that it may call. Raises ``UserError``
+        if the template refuses the turns."""
+        (text,) = self._render([([turn.message for turn in turns], True)], json.loads(tools) if tools else None)
         ids = list(self.tokenizer.encodings([text], add_special_tokens=False)[0].ids)
         return [*self.tokenizer.begin, *ids] if self.is_plain else ids
 
@@ -313,10 +344,13 @@ class ChatFormat:
             texts.append(TrainingText(answered, [*bounds, len(prompt), len(answered)]))
         return texts
 
-    def _render(self, chats: Iterable[tuple[Sequence[dict[str, Any]], bool]]) -> Iterator[str]:
+    def _render(
+        self, chats: Iterable[tuple[Sequence[dict[str, Any]], bool]], tools: list[Any] | None = None
+    ) -> Iterator[str]:
         """The texts of conversations: the messages of each, and whether an answer is to follow. A few are made at once:
         those of all turns of a long conversation would not fit into an answer of the process."""
-        tasks = ((messages, self._special | {"add_generation_prompt": answer}) for messages, answer in chats)
+        settings = self._special | ({"tools": tools} if tools else {})
+        tasks = ((messages, settings | {"add_generation_prompt": answer}) for messages, answer in chats)
         while batch := list(islice(tasks, _CHATS_AT_ONCE)):
             yield from TEMPLATES.render(self._template, batch, self._owner, self._date)
 
@@ -348,7 +382,9 @@ class Conversation:
         assert self.turns[-1].role == USER
         self.turns.pop()
 
-    def fit(self, form: ChatFormat, context: int | None, answer_tokens: int | None) -> tuple[list[int], int, int]:
+    def fit(
+        self, form: ChatFormat, context: int | None, answer_tokens: int | None, tools: str = ""
+    ) -> tuple[list[int], int, int]:
         """The prompt's ids, the most tokens of the answer, and the number of turns that are left out from now on.
 
         The oldest questions and their answers are dropped until the answer has room for ``answer_tokens``, or for a
@@ -358,7 +394,7 @@ class Conversation:
         system = self.turns[: 1 if self._system else 0]
 
         def ids_from(first: int) -> list[int]:
-            return form.ids([*system, *self.turns[first:]])
+            return form.ids([*system, *self.turns[first:]], tools)
 
         ids = ids_from(self._first)
         if context is None:
@@ -367,8 +403,8 @@ class Conversation:
         room, dropped = min(answer_tokens or context, max(1, context // 4)), 0
         if len(ids) + room > context:
             # A binary search: there may be thousands of turns, and each try tokenizes all of them.
-            firsts = [at for at in range(self._first + 1, len(self.turns) - 1) if self.turns[at].role == USER]
-            firsts.append(len(self.turns) - 1)
+            firsts = [at for at in range(self._first + 1, len(self.turns)) if self.turns[at].role == USER]
+            firsts = firsts or [self._first]
             found = bisect_left(firsts, True, key=lambda first: len(ids_from(first)) + room <= context)
             first = firsts[min(found, len(firsts) - 1)]
             ids = ids_from(first)

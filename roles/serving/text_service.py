@@ -10,16 +10,17 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from p2ptrain.compute.text import ASSISTANT, SYSTEM, USER, ChatFormat, Conversation, ModelText, TextWriter
+from p2ptrain.compute.text import ASSISTANT, SYSTEM, TOOL, USER, ChatFormat, Conversation, ModelText, TextWriter, Turn
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, UserError
-from p2ptrain.core.serving import Sampling
+from p2ptrain.core.serving import MOST_TOP_LOGPROBS, Sampling, TokenLogprob, token_logprobs
 from p2ptrain.core.world import World
 from roles.background import Background
 from roles.pass_queue import SHARED_CHUNK
+from roles.serving.constraints import Constraint, Submit, TokenTable
 from roles.serving.model import Decoding, ModelSession, PassOutcome, PassRequest, PassResult, ServedModel
 from roles.serving.text_stats import DrafterFacts, RecentPace, TextStats, TextSums, sums_of
 from roles.serving.texts import TextPiece, TextRequest, Writing, report_defect
@@ -53,6 +54,8 @@ class TextSession(Writing):
 
     Args:
         session: of the model.
+        constraint: None: the text is free.
+        submit: runs a function on a thread.
         on_end: called once, when no pass is under way any more.
     """
 
@@ -64,15 +67,16 @@ class TextSession(Writing):
         stats: TextStats,
         *,
         left_out: int,
+        constraint: Constraint | None,
+        submit: Submit,
         now: Callable[[], float],
         on_end: Callable[[TextSession], None],
     ) -> None:
-        super().__init__(decoding.prompt_tokens, left_out)
+        super().__init__(decoding.prompt_tokens, left_out, decoding.ids)
         self.decoding = decoding
         self._session, self._writer = session, writer
-        self._now, self._on_end = now, on_end
-        # A model of this process cuts the prompt into chunks itself. A chain computes several chunks at a time.
-        self._chunk = MAX_REQUEST_POSITIONS if session.most_passes == 1 else SHARED_CHUNK
+        self._constraint = constraint
+        self._now, self._on_end, self._submit = now, on_end, submit
         self._stats = stats
         self._drafts: DraftSource | None = None
         self._taken = asyncio.Event()
@@ -120,7 +124,9 @@ class TextSession(Writing):
     async def _write(self) -> None:
         try:
             while not self._is_over():
-                if (request := await self._next_pass()) is not None:
+                if self.decoding.ended:
+                    self._finish(self.decoding.ended)
+                elif (request := await self._next_pass()) is not None:
                     due = self._now()
                     await self._room_for_pieces()
                     if not self._is_over():
@@ -142,7 +148,15 @@ class TextSession(Writing):
             found = await drafts.next_drafts(self._answers[0][1] if self._answers else None)
         elif not decoding.may_begin or decoding.needs_drafts:
             found = None
-        return decoding.next_pass(found, chunk=self._chunk) if found is not None else None
+        if found is None:
+            return None
+        # A model of this process cuts the prompt into chunks itself. A chain computes several chunks at a time.
+        chunk = MAX_REQUEST_POSITIONS if self._session.most_passes == 1 else SHARED_CHUNK
+        request = decoding.next_pass(found, chunk=chunk)
+        if self._constraint is None or not request.samples:
+            return request
+        masks = self._constraint.next_masks(decoding.assumed, request.samples, self._submit, self._now)
+        return replace(request, masks=await masks)
 
     async def _take_answer(self) -> None:
         due, answer = self._answers[0]
@@ -153,9 +167,15 @@ class TextSession(Writing):
         now = self._now()
         outcome = self.decoding.take_samples(result.tokens, result.took_s, now, result.busy_s)
         self._stats.add_pass(now - due, result.took_s, prefill=outcome.prefill)
-        self._add_piece(outcome.tokens)
+        scored = token_logprobs(outcome.scored or result.tokens, result.scores, result.tops) if result.scores else []
+        if outcome.scored:
+            self.prompt_logprobs += scored
+        count = len(outcome.tokens) if self._constraint is None else self._constraint.accept(outcome.tokens)
+        self._add_piece(outcome.tokens[:count], scored)
         if self._drafts is not None:
             self._drafts.end_pass(outcome)
+        if self._constraint is not None and self._constraint.is_over:
+            self._finish("end")
         if self._writer.ended == "stop" or self.decoding.ended:  # the core does not know stop strings
             self._finish({"stop": "end"}.get(self.decoding.ended, self.decoding.ended))
 
@@ -169,7 +189,7 @@ class TextSession(Writing):
             except TimeoutError:
                 raise DeadlineExceeded(f"the client read none of the text for {READER_S:g} s") from None
 
-    def _add_piece(self, tokens: Sequence[int]) -> None:
+    def _add_piece(self, tokens: Sequence[int], scored: Sequence[TokenLogprob]) -> None:
         if not tokens:
             return
         text, taken = "", 0
@@ -179,7 +199,7 @@ class TextSession(Writing):
             text += self._writer.take(token)
             taken += 1
         self._stats.add_tokens(taken, self._now())
-        self._pieces.append(TextPiece(text, tuple(tokens[:taken])))
+        self._pieces.append(TextPiece(text, tuple(tokens[:taken]), tuple(scored[:taken])))
         self._news.set()
 
     def _finish(self, ended: str) -> None:
@@ -187,6 +207,7 @@ class TextSession(Writing):
             if rest := self._writer.finish():
                 self._pieces.append(TextPiece(rest, ()))
             self.ended = "stop" if self._writer.ended == "stop" else ended
+            self.stop_reason = self._writer.stop_reason
         self._stop_waiting()
 
     def _fail(self, error: P2PTrainError) -> None:
@@ -217,7 +238,7 @@ CONVERSATION_POSITIONS = 4096
 WAIT_S = 60.0
 """Time for which a text waits for its turn."""
 
-_ROLES = (SYSTEM, USER, ASSISTANT)
+_ROLES = (SYSTEM, USER, ASSISTANT, TOOL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +250,7 @@ class PreparedText:
     left_out: int
     writer: TextWriter
     sampling: Sampling
+    constraint: Constraint | None
 
     @property
     def positions(self) -> int:
@@ -267,6 +289,7 @@ class ModelTextService:
         self._thread = world.threads.start("text")  # tokenizing a long prompt takes a second
         self._texts: set[TextSession] = set()
         self._pace = RecentPace()
+        self._table = TokenTable(text.tokenizer, model.vocab_size)
 
     async def write(self, request: TextRequest) -> TextSession:
         session, _ = await self.prepare(request, self._now())
@@ -278,13 +301,15 @@ class ModelTextService:
     ) -> tuple[TextSession, PreparedText]:
         """Make a text and the model's session for it. The caller begins the text at once. Raises as ``write``."""
         prepared = await self._thread.submit(partial(self._prepare_ids, request))
-        opened = await self._open(prepared, request.priority)
+        opened = await self._open(prepared, request)
         decoding = Decoding(
             prepared.ids,
             max_new_tokens=prepared.max_new_tokens,
             stop_ids=prepared.writer.end_tokens,
             cached=opened.cached,
             most_passes=opened.most_passes,
+            tops=None if request.logprobs is None else min(request.logprobs, self._served.vocab_size),
+            scores_prompt=request.prompt_logprobs,
         )
 
         def end(session: TextSession) -> None:
@@ -305,9 +330,12 @@ class ModelTextService:
             prepared.writer,
             stats,
             left_out=prepared.left_out,
+            constraint=prepared.constraint,
+            submit=self._thread.submit,
             now=self._now,
             on_end=end,
         )
+        session.prompt_logprobs = [None] if request.prompt_logprobs else []
         self._texts.add(session)
         return session, prepared
 
@@ -321,38 +349,68 @@ class ModelTextService:
     # ------------------------------------------------------------------------------------------------------- beginning
 
     def _prepare_ids(self, request: TextRequest) -> PreparedText:
-        text = self._text
-        sampling = text.sampling(request.sampling)
-        if request.max_new_tokens is not None and request.max_new_tokens < 1:
-            raise UserError(f"{request.max_new_tokens} new tokens are too few", remedy="ask for at least one")
-        if not request.turns:
-            ids = self._check_ids(text.prompt_ids(request.prompt))
+        text, ends, stop, left_out = self._text, self._text.end_tokens, request.stop, 0
+        check_request(request)
+        if request.turns:
+            form = self._chat_form
+            wanted = request.max_new_tokens or (CONVERSATION_POSITIONS if self.context is None else None)
+            ids, most, left_out = _read_conversation(request).fit(form, self.context, wanted, request.tools)
+            ends, stop = ends | form.end_tokens, (*form.stop, *stop)
+        else:
+            ids = list(request.ids) or text.prompt_ids(request.prompt)
             most = self._room_for_new_tokens(len(ids)) if request.max_new_tokens is None else request.max_new_tokens
             text.check_length(len(ids), most)
-            return PreparedText(ids, most, 0, text.writer(ids, stop=request.stop), sampling)
-        if request.prompt:
-            raise UserError("the request has both a prompt and a conversation", remedy="send one of them")
-        form = self._form = self._form or ChatFormat(text.tokenizer)
-        wanted = request.max_new_tokens or (CONVERSATION_POSITIONS if self.context is None else None)
-        ids, most, left_out = _read_conversation(request).fit(form, self.context, wanted)
         self._check_ids(ids)
-        ends = text.end_tokens | form.end_tokens
-        writer = text.writer(ids, stop=(*form.stop, *request.stop), end_tokens=ends)
-        return PreparedText(ids, most, left_out, writer, sampling)
+        self._check_ids([token for token, _ in request.sampling.logit_bias])
+        if request.logprobs is not None:
+            self.token_bytes(0)  # the first call takes long
+        constraint = Constraint(self._table, request.grammar, ends) if request.grammar else None
+        known_ends = frozenset[int]() if request.ignore_end else ends
+        writer = text.writer(ids, stop=stop, end_tokens=known_ends, stop_ids=request.stop_ids)
+        return PreparedText(ids, most, left_out, writer, text.sampling(request.sampling), constraint)
 
-    def _check_ids(self, ids: list[int]) -> list[int]:
-        """Return ``ids``. Raises ``UserError``: the model lacks one of them."""
-        if (top := max(ids, default=0)) >= (size := self._served.vocab_size):
-            name = self._text.tokenizer.backend.id_to_token(top)
-            text = f"the prompt has the token {name!r}, id {top}, but the model has only the ids 0 to {size - 1}"
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        """Raise ``UserError``: the model lacks one of these."""
+        if ids and not 0 <= min(ids) <= (top := max(ids)) < (size := self._served.vocab_size):
+            name = self._text.tokenizer.backend.id_to_token(top) if top < 1 << 32 else None
+            text = f"the request has the token {name!r}, id {top}, but the model has only the ids 0 to {size - 1}"
             raise UserError(text, remedy="leave it out: the tokenizer has more tokens than the model's embedding")
-        return ids
+
+    # ------------------------------------------------------------------------------------------- tokens and templates
+
+    @property
+    def _chat_form(self) -> ChatFormat:
+        self._form = self._form or ChatFormat(self._text.tokenizer)
+        return self._form
+
+    @property
+    def tool_format(self) -> str:
+        return self._chat_form.tool_format
+
+    @property
+    def has_tools(self) -> bool:
+        return self._chat_form.has_tools
+
+    async def tokenize(self, text: str, *, add_special: bool) -> list[int]:
+        tokenizer = self._text.tokenizer
+        [encoding] = await self._thread.submit(partial(tokenizer.encodings, [text], add_special_tokens=add_special))
+        return list(encoding.ids)
+
+    async def tokenize_turns(self, turns: Sequence[Turn], tools: str = "") -> list[int]:
+        return await self._thread.submit(lambda: self._chat_form.ids(turns, tools))
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        self._check_ids(ids)
+        return await self._thread.submit(lambda: self._text.tokenizer.backend.decode(ids, skip_special_tokens=False))
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._table.bytes_of(token)
 
     def _room_for_new_tokens(self, taken: int) -> int:
         """New tokens that fit. At least one, so that the check of the length reports a prompt that is too long."""
         return max(1, (self.context or CONVERSATION_POSITIONS + taken) - taken)
 
-    async def _open(self, prepared: PreparedText, priority: int) -> ModelSession:
+    async def _open(self, prepared: PreparedText, request: TextRequest) -> ModelSession:
         """Open a session of the model, after those of texts that have just ended are closed. Raises as
         ``ServedModel.open``."""
         await self._closing.settle(timeout_s=WAIT_S)
@@ -360,9 +418,23 @@ class ModelTextService:
             positions=prepared.positions,
             sampling=prepared.sampling,
             sample_from=len(prepared.ids),
-            ids=prepared.ids,
-            priority=priority,
+            ids=() if request.prompt_logprobs else prepared.ids,  # scores need all positions to be computed
+            priority=request.priority,
         )
+
+
+def check_request(request: TextRequest) -> None:
+    """Raise ``UserError`` for what contradicts itself."""
+    if sum(map(bool, (request.prompt, request.ids, request.turns))) > 1:
+        raise UserError("the request has more than one of prompt, token ids and conversation", remedy="send one")
+    least = 0 if request.prompt_logprobs and not request.turns else 1
+    if request.max_new_tokens is not None and request.max_new_tokens < least:
+        raise UserError(f"{request.max_new_tokens} new tokens are too few", remedy="ask for at least one")
+    if not 0 <= (request.logprobs or 0) <= MOST_TOP_LOGPROBS or (request.prompt_logprobs and request.logprobs is None):
+        text = f"log-probabilities of {request.logprobs} of the likeliest tokens"
+        raise UserError(text, remedy=f"ask for 0 to {MOST_TOP_LOGPROBS}")
+    if request.grammar and request.ignore_end:
+        raise UserError("a grammar says where the text ends, so its end cannot be ignored", remedy="leave one out")
 
 
 def _read_conversation(request: TextRequest) -> Conversation:

@@ -161,7 +161,11 @@ def encode_question(model: str, request: TextRequest) -> tuple[wire.TextQuestion
         speculate=request.speculate,
         priority=request.priority,
     )
-    return ask, b"".join(texts)
+    data = b"".join(texts)
+    if request_untrusted(ask, data) != request:
+        text = "the request has settings that only a verifier's HTTP endpoint takes"
+        raise UserError(text, remedy="leave out token ids, tools, penalties, log-probabilities and grammars")
+    return ask, data
 
 
 def request_untrusted(ask: wire.TextQuestion, data: bytes | bytearray) -> TextRequest:

@@ -27,7 +27,7 @@ from p2ptrain.compute.text import (
     Turn,
 )
 from p2ptrain.compute.tokenizer import Tokenizer
-from p2ptrain.core.errors import ConfigError, UserError
+from p2ptrain.core.errors import ConfigError, TooLong, UserError
 
 BYTES = Tokenizer.of_bytes().backend
 
@@ -137,9 +137,9 @@ def test_what_a_directory_says(tmp_path: Path, config: Any, generation: Any, con
 def test_settings_that_nothing_applies_are_told(tmp_path: Path) -> None:
     neutral = {"temperature": 0.6, "min_length": 0, "no_repeat_ngram_size": 0, "num_beams": 1, "x": 1}
     assert ModelText(directory(tmp_path, {}, neutral)).unused_settings() == ""
-    generation = neutral | {"repetition_penalty": 1.1, "stop_strings": ["x"]}
+    generation = neutral | {"typical_p": 0.9, "stop_strings": ["x"]}
     said = ModelText(directory(tmp_path, {}, generation)).unused_settings()
-    assert said.endswith("also says repetition_penalty = 1.1, stop_strings = ['x']: not applied")
+    assert said.endswith("also says typical_p = 0.9, stop_strings = ['x']: not applied")
 
 
 def test_a_prompt_gets_the_special_tokens_of_its_tokenizer(tmp_path: Path) -> None:
@@ -196,6 +196,32 @@ def test_a_template_writes_the_turns_as_transformers_does(tmp_path: Path) -> Non
     assert form.ids(TURNS) == list(expected)
     assert bytes(form.ids(TURNS)).decode().startswith("^<system>Be brief.</>\n<user>hi</>\n")
     assert (form.is_plain, form.stop, form.end_tokens) == (False, (), frozenset({ord("$")}))
+
+
+TOOLS_TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool.function.name }};{% endfor %}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "<tool_call>{{ call.function.name }} {{ call.function.arguments.city }}</tool_call>{% endfor %}"
+    "{{ m.tool_call_id }}{{ m.name }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_a_template_writes_tools_their_calls_and_what_they_answered(tmp_path: Path) -> None:
+    form = ChatFormat(text_of(tmp_path, template=TOOLS_TEMPLATE, context=90).tokenizer)
+    calls = json.dumps([{"id": "c1", "type": "function", "function": {"name": "sky", "arguments": {"city": "Bern"}}}])
+    tools = json.dumps([{"type": "function", "function": {"name": "sky"}}])
+    turns = [Turn("user", "hi?"), Turn("assistant", "", calls), Turn("tool", "blue", tool_call_id="c1", name="sky")]
+    written = "<user>hi?<assistant><tool_call>sky Bern</tool_call><tool>bluec1sky<assistant>"
+    assert bytes(form.ids(turns, tools)).decode() == "sky;" + written
+    assert bytes(form.ids(turns)).decode() == written
+    assert (form.has_tools, form.tool_format) == (True, "hermes")
+    # What a tool answered is never without the question that led to it.
+    chat = Conversation()
+    chat.turns += [Turn("user", "long ago " * 5), Turn("assistant", "yes"), *turns]
+    ids, _, dropped = chat.fit(form, 90, 5, tools)
+    assert (bytes(ids).decode(), dropped) == ("sky;" + written, 2)
+    with pytest.raises(TooLong):
+        chat.fit(form, 60, 5, tools)
 
 
 def test_without_a_template_turns_are_plain(tmp_path: Path) -> None:

@@ -320,7 +320,7 @@ class SlowSession:
 class SilentWriter:
     """A text's tokens as they are, without text."""
 
-    ended = ""
+    ended, stop_reason = "", None
 
     def take(self, token: int) -> str:
         """No text."""
@@ -375,6 +375,8 @@ async def write(
         writer,
         stats,
         left_out=0,
+        constraint=None,
+        submit=LoopThreads().start("text").submit,
         now=now,
         on_end=lambda text: engine.close("s"),
     )
