@@ -229,7 +229,9 @@ def _json_map(path: Path) -> dict[str, Any]:
 
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 _PLAIN_STOP = "\nUser:"
-_TOOL_MARKS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3": "<|python_tag|>"}
+_TOOL_MARKS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3": '"parameters": '}
+"""Format of calls → what a template has that writes it. Only Llama's template calls the arguments of a call parameters;
+the small Llama 3.2 has no <|python_tag|>."""
 
 
 @dataclass(frozen=True, slots=True)

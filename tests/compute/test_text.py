@@ -206,6 +206,20 @@ TOOLS_TEMPLATE = (
 )
 
 
+@pytest.mark.parametrize(
+    ("template", "form", "has_tools"),
+    [
+        ("{{ tools }}<tool_call>", "hermes", True),
+        ("{{ tools }}[TOOL_CALLS]{{ '\"parameters\": ' }}", "mistral", True),
+        ("{{ tools }}{{ '\"parameters\": ' }}", "llama3", True),
+        ("{{ messages }}", "json", False),
+    ],
+)
+def test_the_format_of_calls_is_that_of_the_template(tmp_path: Path, template: str, form: str, has_tools: bool) -> None:
+    made = ChatFormat(text_of(tmp_path, template=template).tokenizer)
+    assert (made.tool_format, made.has_tools) == (form, has_tools)
+
+
 def test_a_template_writes_tools_their_calls_and_what_they_answered(tmp_path: Path) -> None:
     form = ChatFormat(text_of(tmp_path, template=TOOLS_TEMPLATE, context=90).tokenizer)
     calls = json.dumps([{"id": "c1", "type": "function", "function": {"name": "sky", "arguments": {"city": "Bern"}}}])
