@@ -18,6 +18,8 @@ from p2ptrain.core.serving import mask_bytes
 
 LONG_S = 0.001
 """Masks whose last ones took so long are computed on a thread."""
+MOST_COMPILED = 8
+"""Grammars that stay compiled. A large one takes a second, and all texts of a request have the same."""
 Submit = Callable[[Callable[[], bytes]], asyncio.Future[bytes]]
 
 
@@ -27,6 +29,7 @@ class TokenTable:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._tokenizer = tokenizer
+        self._compiled = dict[str, llguidance.LLMatcher]()  # the last used at the end
 
     @cached_property
     def library(self) -> llguidance.LLTokenizer:
@@ -34,6 +37,15 @@ class TokenTable:
         with library_errors(f"the tokenizer of {self._tokenizer.directory or 'a new model'}"):
             size = max(self.vocab_size, self._tokenizer.vocab_size)
             return llguidance.LLTokenizer(self._tokenizer.backend.to_str(), n_vocab=size)
+
+    def matcher(self, grammar: str) -> llguidance.LLMatcher:
+        """A new matcher at the beginning of a text. It has an error if the grammar is invalid."""
+        matcher = self._compiled.pop(grammar, None) or llguidance.LLMatcher(self.library, grammar, log_level=0)
+        if not matcher.is_error():
+            self._compiled[grammar] = matcher
+            if len(self._compiled) > MOST_COMPILED:
+                del self._compiled[next(iter(self._compiled))]
+        return matcher.deep_copy()
 
     def bytes_of(self, token: int) -> bytes:
         try:
@@ -57,7 +69,7 @@ class Constraint:
     """
 
     def __init__(self, table: TokenTable, grammar: str, ends: frozenset[int]) -> None:
-        self._matcher = llguidance.LLMatcher(table.library, grammar, log_level=0)
+        self._matcher = table.matcher(grammar)
         self._ends = {token for token in ends if token < table.vocab_size}
         self._mask_bytes = mask_bytes(table.vocab_size)
         self._took_s = LONG_S

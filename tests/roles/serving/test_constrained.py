@@ -297,3 +297,16 @@ def test_texts_of_many_schemas_are_valid() -> None:
     assert written > 150
     with pytest.raises(JobFailed, match="does not match"):
         Constraint(table, JSON, frozenset()).accept([1])
+
+
+def test_texts_with_one_grammar_are_apart() -> None:
+    table = TokenTable(Tokenizer.of_bytes(), 256)
+    first = Constraint(table, 'start: "ab"', frozenset())
+    first.accept(list(b"a"))
+    second, other = (Constraint(table, grammar, frozenset()) for grammar in ('start: "ab"', 'start: "c"'))
+    second.accept(list(b"ab"))
+    other.accept(list(b"c"))
+    assert (first.is_over, second.is_over, other.is_over) == (False, True, True)
+    first.accept(list(b"b"))
+    assert first.is_over
+    assert Constraint(table, 'start: "ab"', frozenset()).accept(list(b"ab")) == 2
