@@ -52,9 +52,10 @@ class Problem(Exception):
         fields = {"message": self.message, "remedy": self.remedy, "type": kind}
         return {"error": fields | {"param": self.param or None, "code": self.code or None}}
 
-    def response(self) -> Response:
+    def response(self, document: Mapping[str, Any] | None = None) -> Response:
+        """``document``: the problem in another form."""
         again = {"retry-after": str(self.retry_after_s)} if self.status == 503 else {}
-        return json_response(self.as_json(), status=self.status, headers=again | dict(self.headers))
+        return json_response(document or self.as_json(), status=self.status, headers=again | dict(self.headers))
 
 
 def json_bytes(document: Mapping[str, Any]) -> bytes:
@@ -111,7 +112,7 @@ def invalid(error: ValidationError) -> Problem:
     if first["type"] == "json_invalid":
         return Problem(400, f"the body is not JSON: {first['msg']}", code="invalid_json")
     if first["type"] == "missing":
-        return Problem(400, f"{where} is missing", code="missing_required_parameter", param=where)
+        return missing(where)
     return wrong(where, complaint(first))
 
 
@@ -121,6 +122,10 @@ def _is_in_body(part: int | str) -> bool:
 
 def wrong(param: str, message: str) -> Problem:
     return Problem(400, f"{param or 'the body'}: {message}", code="invalid_value", param=param)
+
+
+def missing(param: str) -> Problem:
+    return Problem(400, f"{param} is missing", code="missing_required_parameter", param=param)
 
 
 def shutting_down() -> Problem:
@@ -172,7 +177,7 @@ class JsonApp(ABC):
             self.let_in(HTTPConnection(scope))
             await self._app(scope, receive, send)
         except Problem as problem:
-            await problem.response()(scope, receive, send)
+            await self.error_response(problem, scope["path"])(scope, receive, send)
         except Exception as error:  # a defect; Starlette has answered the client  # noqa: BLE001
             tell(error)
 
@@ -196,7 +201,11 @@ class JsonApp(ABC):
             error = Problem(
                 error.status_code, text, code=_NOT_ROUTED.get(error.status_code, ""), headers=error.headers or {}
             )
-        return self.problem(error).response()
+        return self.error_response(self.problem(error), request.url.path)
+
+    def error_response(self, problem: Problem, path: str) -> Response:
+        """The response that has ``problem``. An endpoint may have another form for some paths."""
+        return problem.response()
 
 
 def tell(error: Exception) -> None:

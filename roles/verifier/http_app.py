@@ -1,4 +1,4 @@
-"""OpenAI's HTTP interface over ``TextService``s: its server, routes, access, and answers.
+"""The HTTP server of ``TokenizingService``s: its routes and access, and how answers are delivered.
 
 A text is written while its client is connected. When the connection ends, its work is cancelled and its ``Writing``
 closed at once.
@@ -7,12 +7,11 @@ closed at once.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import HTTPConnection
 from starlette.requests import Request as HttpRequest
@@ -20,42 +19,50 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from p2ptrain import __version__
-from p2ptrain.core.errors import P2PTrainError, UserError
+from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError, Refused, ResourceError, TooLong, UserError
 from p2ptrain.core.world import World
 from roles.background import Background
 from roles.http.access import Keys, read_key, refuse_pages
 from roles.http.answers import (
     HEADERS,
+    RETRY_AFTER_S,
     JsonApp,
     Problem,
-    json_bytes,
     json_response,
     read_body,
-    shutting_down,
     tell,
     while_wanted,
 )
 from roles.http.server import STOP_S, serving
-from roles.serving.texts import TextRequest, TextService, Writing
-from roles.verifier.http_requests import HttpTextRequest, problem_of, read_chat, read_completion
+from roles.serving.texts import TokenizingService, Writing
+from roles.verifier.http.answer import Answer, AnswerOrigin, AnswerWriter
+from roles.verifier.http.chat import ChatAnswer
+from roles.verifier.http.completions import CompletionAnswer
+from roles.verifier.http.events import ChoiceBegan, ChoiceEvent
+from roles.verifier.http.messages import MessageAnswer, error_document, read_count
+from roles.verifier.http.responses import ResponseAnswer
+from roles.verifier.http.tokens import count_conversation, detokenize, read_detokenize, read_tokenize, tokenize
 from wire.address import is_loopback
 from wire.transport import TcpNetwork
 
-_HEALTH, _CHAT = "/health", "/v1/chat/completions"
+_HEALTH, _MESSAGES = "/health", "/v1/messages"
+_INTERFACES: dict[str, Callable[[bytes, AnswerOrigin], Answer]] = {
+    "/v1/completions": CompletionAnswer,
+    "/v1/chat/completions": ChatAnswer,
+    "/v1/responses": ResponseAnswer,
+    _MESSAGES: MessageAnswer,
+}
 
 _EVENTS = {"content-type": "text/event-stream; charset=utf-8", "x-accel-buffering": "no"}
 """Headers of a stream. The second one tells proxies not to buffer events."""
-DONE = b"data: [DONE]\n\n"
 MOST_BODY_BYTES = 2 << 20
 """Largest body: a prompt of half a million tokens. Malicious JSON of this size takes some tenths of a second."""
-_ENDED = {"stop": "stop", "end": "stop", "length": "length"}
-"""``Writing.ended`` → OpenAI's reason, which is the same for a stop string and the model's own end."""
+_Body = TypeVar("_Body")
 
 
 @asynccontextmanager
 async def serving_http(
-    services: Sequence[TextService], host: str, port: int, key: str | None = None, *, world: World
+    services: Sequence[TokenizingService], host: str, port: int, key: str | None = None, *, world: World
 ) -> AsyncIterator[tuple[str, int]]:
     """Answer HTTP on ``host:port`` while the body runs. Yields the bound address. Port 0: any free port.
 
@@ -96,17 +103,21 @@ async def check_place(host: str, port: int, key_file: Path | None) -> None:
     (await open_socket(host, port, None if key_file is None else read_key(key_file, lambda _: None))).close()
 
 
-def event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json_bytes(data) + b"\n\n"
+def problem_of(error: P2PTrainError) -> Problem:
+    message = f"{error.message}: {error.remedy}" if error.remedy else error.message
+    if isinstance(error, TooLong):
+        return Problem(400, message, code="context_length_exceeded")
+    if isinstance(error, UserError):
+        return Problem(400, message, code="invalid_value")
+    if isinstance(error, Refused | ResourceError):
+        after_s = error.retry_after_s if isinstance(error, Refused) else 0
+        return Problem(503, message, code="overloaded", retry_after_s=after_s or RETRY_AFTER_S)
+    if isinstance(error, NetworkError | PeerError):
+        return Problem(503, message, code="model_unreachable")
+    return Problem(500, message, code="model_failed")
 
 
-def fingerprint(service: TextService) -> str:
-    """A digest of what may change the text: the model's files and the version of this program."""
-    identity = f"{__version__}\n{service.model}\n{service.created}"
-    return "fp_" + hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=6).hexdigest()
-
-
-def model_card(service: TextService) -> dict[str, Any]:
+def model_card(service: TokenizingService) -> dict[str, Any]:
     """The model as in ``GET /v1/models``; ``context_length`` is an extension."""
     card = {"id": service.model, "object": "model", "created": service.created, "owned_by": "p2ptrain"}
     return card | {"context_length": service.context}
@@ -121,7 +132,7 @@ class HttpApp(JsonApp):
         world: its randomness seeds requests without a seed.
     """
 
-    def __init__(self, services: Sequence[TextService], world: World, *, key: str | None, local: bool) -> None:
+    def __init__(self, services: Sequence[TokenizingService], world: World, *, key: str | None, local: bool) -> None:
         self.world = world
         self._services = {service.model: service for service in services}
         self._keys = None if key is None else Keys({key: "write"})
@@ -131,8 +142,10 @@ class HttpApp(JsonApp):
             Route(_HEALTH, self._health, methods=["GET"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{model:path}", self._one_model, methods=["GET"]),
-            Route("/v1/completions", self._write, methods=["POST"]),
-            Route(_CHAT, self._write, methods=["POST"]),
+            *(Route(path, self._write, methods=["POST"]) for path in _INTERFACES),
+            Route(f"{_MESSAGES}/count_tokens", self._count, methods=["POST"]),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/detokenize", self._detokenize, methods=["POST"]),
         ]
         super().__init__(routes, problem_of)
 
@@ -144,7 +157,11 @@ class HttpApp(JsonApp):
         if self._pages_refused:
             refuse_pages(asked.headers, "to allow it, start the endpoint with an API key")
         if self._keys is not None and asked.scope["path"] != _HEALTH:
-            self._keys.permit(asked.headers.get("authorization", ""))
+            key = asked.headers.get("x-api-key")  # of Anthropic's clients
+            self._keys.permit(asked.headers.get("authorization") or (f"Bearer {key}" if key else ""))
+
+    def error_response(self, problem: Problem, path: str) -> Response:
+        return problem.response(error_document(problem) if path.startswith(_MESSAGES) else None)
 
     async def _health(self, request: HttpRequest) -> Response:
         return json_response({"status": "ok"})
@@ -156,14 +173,33 @@ class HttpApp(JsonApp):
         return json_response(model_card(self._service(request.path_params["model"])))
 
     async def _write(self, request: HttpRequest) -> _Reply:
-        chat = request.url.path == _CHAT
-        read = read_chat if chat else read_completion
-        body = await read_body(request, MOST_BODY_BYTES)
-        asked = await asyncio.to_thread(read, body, lambda: self.world.random.getrandbits(63))
-        return _Reply(self, self._service(asked.model), asked, chat=chat)
+        interface = _INTERFACES[request.url.path]
+        random = self.world.random
+        origin = AnswerOrigin(f"{random.getrandbits(96):024x}", random.getrandbits(63), int(self.world.clock.wall()))
+        answer = await self._read(request, lambda body: interface(body, origin))
+        answer.service = self._service(answer.request.model)
+        return _Reply(self, answer)
 
-    def _service(self, model: str) -> TextService:
-        if (service := self._services.get(model)) is None:
+    async def _count(self, request: HttpRequest) -> Response:
+        model, text, use = await self._read(request, read_count)
+        ids = await count_conversation(self._service(model), text.turns, use)
+        return json_response({"input_tokens": len(ids)})
+
+    async def _tokenize(self, request: HttpRequest) -> Response:
+        fields = await self._read(request, read_tokenize)
+        return json_response(await tokenize(self._service(fields.model), fields))
+
+    async def _detokenize(self, request: HttpRequest) -> Response:
+        fields = await self._read(request, read_detokenize)
+        return json_response(await detokenize(self._service(fields.model), fields))
+
+    async def _read(self, request: HttpRequest, read: Callable[[bytes], _Body]) -> _Body:
+        return await asyncio.to_thread(read, await read_body(request, MOST_BODY_BYTES))
+
+    def _service(self, model: str | None) -> TokenizingService:
+        """The service of a model; None: of the first one. Raises ``Problem``."""
+        service = next(iter(self._services.values())) if model is None else self._services.get(model)
+        if service is None:
             here = f"this endpoint has only the model{'s' * (len(self._services) > 1)} {', '.join(self._services)}"
             raise Problem(404, here, code="model_not_found", param="model")
         return service
@@ -175,15 +211,18 @@ class HttpApp(JsonApp):
 class _Reply:
     """The answer to one request, an ASGI application. Its client may leave at any point."""
 
-    def __init__(self, app: HttpApp, service: TextService, asked: HttpTextRequest, *, chat: bool) -> None:
-        self._app, self._service, self._asked, self._chat = app, service, asked, chat
-        self._created = int(app.world.clock.wall())
-        self._ident = f"{'chatcmpl' if chat else 'cmpl'}-{app.world.random.getrandbits(96):024x}"
+    def __init__(self, app: HttpApp, answer: Answer) -> None:
+        self._app, self._answer = app, answer
+        random = app.world.random
+        self._writer = AnswerWriter(
+            answer.service, answer.request, close=app.close, draw_id=lambda: f"{random.getrandbits(96):024x}"
+        )
+        self._headers = dict[str, str]()
         self._began = False
-        self._prompt_tokens = self._new_tokens = 0
+        self._sending = asyncio.Lock()  # texts that are written at the same time share a stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = self._send_stream(send) if self._asked.stream else self._send_whole(scope, receive, send)
+        work = self._send_stream(send) if self._answer.request.is_stream else self._send_whole(scope, receive, send)
         try:
             await while_wanted(receive, work, self._app.stopping)
         except Exception as error:
@@ -191,85 +230,33 @@ class _Reply:
                 raise
             if not isinstance(error, P2PTrainError | Problem):
                 tell(error)
-            # No [DONE]: the text is incomplete.
-            await _send(send, event(self._app.problem(error).as_json()), more=False)
-
-    @asynccontextmanager
-    async def _writing(self, text: TextRequest) -> AsyncIterator[Writing]:
-        writing = await self._service.write(text)
-        self._prompt_tokens += writing.prompt_tokens
-        try:
-            yield writing
-        finally:
-            await self._app.close(writing)
+            # The stream ends without its usual end: the text is incomplete.
+            await _send(send, self._answer.error_frame(self._app.problem(error)), more=False)
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        choices: list[dict[str, Any]] = []
-        headers: dict[str, str] = {}
-        for index, request in enumerate(self._asked.texts):
-            async with self._writing(request) as writing:
-                headers |= _left_out(writing)
-                text = ""
-                async for piece in writing:
-                    text += piece.text
-                    self._new_tokens += len(piece.tokens)
-                reason = _reason(writing)
-            written = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
-            choices.append({"index": index, **written, "logprobs": None, "finish_reason": reason})
+        choices = await self._writer.write_best(self._count)
         self._began = True
-        body = self._frame("chat.completion") | {"choices": choices, "usage": self._usage()}
-        await json_response(body, headers=headers)(scope, receive, send)
+        await json_response(self._answer.whole(choices), headers=self._headers)(scope, receive, send)
 
     async def _send_stream(self, send: Send) -> None:
-        for index, request in enumerate(self._asked.texts):
-            async with self._writing(request) as writing:
-                if not self._began:  # only now is it certain that the text begins
+        async def take(event: ChoiceEvent) -> None:
+            self._count(event)
+            async with self._sending:
+                if not self._began:  # only now is it certain that a text begins
                     self._began = True
-                    headers = HEADERS | _EVENTS | _left_out(writing)
+                    headers = HEADERS | _EVENTS | self._headers
                     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
                     await send({"type": "http.response.start", "status": 200, "headers": encoded})
-                if self._chat:
-                    await _send(send, self._event(index, {"role": "assistant", "content": ""}))
-                async for piece in writing:
-                    self._new_tokens += len(piece.tokens)
-                    if piece.text:
-                        await _send(send, self._event(index, {"content": piece.text} if self._chat else piece.text))
-                reason = _reason(writing)
-            await _send(send, self._event(index, {} if self._chat else "", reason))
-        if self._asked.include_usage:
-            usage = {"choices": [], "usage": self._usage()}
-            await _send(send, event(self._frame("chat.completion.chunk") | usage))
-        await _send(send, DONE, more=False)
+                for frame in self._answer.frames(event):
+                    await _send(send, frame)
 
-    def _usage(self) -> dict[str, int]:
-        prompt, new = self._prompt_tokens, self._new_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        await self._writer.write(take)
+        await _send(send, b"".join(self._answer.last_frames()), more=False)
 
-    def _event(self, index: int, content: str | dict[str, str], reason: str | None = None) -> bytes:
-        choice = {"index": index, "delta" if self._chat else "text": content, "logprobs": None, "finish_reason": reason}
-        usage = {"usage": None} if self._asked.include_usage else {}
-        return event(self._frame("chat.completion.chunk") | {"choices": [choice]} | usage)
-
-    def _frame(self, chat_kind: str) -> dict[str, Any]:
-        return {
-            "id": self._ident,
-            "object": chat_kind if self._chat else "text_completion",
-            "created": self._created,
-            "model": self._service.model,
-            "system_fingerprint": fingerprint(self._service),
-        }
-
-
-def _reason(writing: Writing) -> str:
-    """OpenAI's reason for the end of the text. Raises ``Problem``: the text was cancelled."""
-    reason = _ENDED.get(writing.ended)
-    if reason is None:
-        raise shutting_down()
-    return reason
-
-
-def _left_out(writing: Writing) -> dict[str, str]:
-    return {"p2ptrain-turns-left-out": str(writing.left_out)} if writing.left_out else {}
+    def _count(self, event: ChoiceEvent) -> None:
+        self._answer.count(event)
+        if isinstance(event, ChoiceBegan) and event.left_out:
+            self._headers["p2ptrain-turns-left-out"] = str(event.left_out)
 
 
 async def _send(send: Send, body: bytes, *, more: bool = True) -> None:

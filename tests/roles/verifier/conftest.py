@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 PATIENCE_S = 20.0
+KEY = "correct-horse-battery-staple"
 
 
 @dataclass
@@ -71,6 +72,18 @@ async def served() -> AsyncIterator[Endpoint]:
         url = f"http://{host}:{port}/v1"
         async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
             yield Endpoint(service, host, port, client, mistakes, other)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def guarded() -> AsyncIterator[Endpoint]:
+    """Everywhere, with a key."""
+    from openai import AsyncOpenAI
+
+    service = ScriptedService()
+    async with serving_http([service], "0.0.0.0", 0, KEY, world=real_world(MemoryNetwork())) as (_, port):
+        url = f"http://127.0.0.1:{port}/v1"
+        async with AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=PATIENCE_S) as client:
+            yield Endpoint(service, "127.0.0.1", port, client, [])
 
 
 @pytest.fixture

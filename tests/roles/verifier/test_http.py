@@ -12,6 +12,7 @@ from p2ptrain.compute.text import Turn
 from p2ptrain.core.errors import NetworkError, Refused, ResourceError, TooLong, UserError
 from roles.http.answers import RETRY_AFTER_S
 from roles.serving.texts import TextRequest
+from roles.verifier.http.answer import AT_ONCE
 
 from .conftest import PATIENCE_S, Endpoint
 from .scripted import MODEL, ScriptedWriting
@@ -80,15 +81,20 @@ async def test_a_chat(endpoint: Endpoint) -> None:
 
 
 async def test_parameters_reach_the_text_request(endpoint: Endpoint) -> None:
-    extra = {"top_k": 7, "speculate": "off", "priority": -3}
+    extra = {"top_k": 7, "speculate": "off", "priority": -3, "min_p": 0.1, "repetition_penalty": 1.5}
+    extra |= {"stop_token_ids": [5], "ignore_eos": True}
     asked: dict[str, Any] = {"model": MODEL, "temperature": 0.5, "top_p": 0.9, "seed": 2**63 - 1, "stop": ["a", "b"]}
+    asked |= {"frequency_penalty": -1, "presence_penalty": 2, "logit_bias": {"17": -100}}
     await endpoint.client.chat.completions.create(
-        messages=HI, max_completion_tokens=9, extra_body=extra, user="me", n=1, tools=[], frequency_penalty=0, **asked
+        messages=HI, max_completion_tokens=9, extra_body=extra, user="me", n=1, tools=[], **asked
     )
     await endpoint.client.completions.create(prompt="x", max_tokens=9, extra_body=extra, best_of=1, echo=False, **asked)
     for wish in endpoint.service.wishes:
         sampling = wish.sampling
         assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 0.9, 7, 2**63 - 1)
+        assert (sampling.min_p, sampling.repetition_penalty, sampling.logit_bias) == (0.1, 1.5, ((17, -100),))
+        assert (sampling.frequency_penalty, sampling.presence_penalty) == (-1, 2)
+        assert (wish.stop_ids, wish.ignore_end) == ((5,), True)
         assert (wish.max_new_tokens, wish.stop, wish.speculate, wish.priority) == (9, ("a", "b"), False, -3)
     await endpoint.client.completions.create(model=MODEL, prompt="x", stop="END", seed=-5)
     assert endpoint.service.wishes[-1].stop == ("END",)
@@ -121,7 +127,7 @@ async def test_a_chat_comes_piece_by_piece(endpoint: Endpoint) -> None:
     assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (3, 12)
 
 
-async def test_several_prompts_are_written_one_after_the_other(endpoint: Endpoint) -> None:
+async def test_prompts_are_answered_in_order(endpoint: Endpoint) -> None:
     endpoint.service.script = lambda wish: ScriptedWriting([wish.prompt, "!"], prompt_tokens=len(wish.prompt))
     made = await endpoint.client.completions.create(model=MODEL, prompt=["a", "bb"], seed=4)
     assert [(choice.index, choice.text) for choice in made.choices] == [(0, "a!"), (1, "bb!")]
@@ -132,10 +138,110 @@ async def test_several_prompts_are_written_one_after_the_other(endpoint: Endpoin
         model=MODEL, prompt=["a", "bb"], stream=True, stream_options={"include_usage": True}
     )
     *events, last = [event async for event in stream]
-    said = [(event.choices[0].index, event.choices[0].text) for event in events]
-    assert said == [(0, "a"), (0, "!"), (0, ""), (1, "bb"), (1, "!"), (1, "")]
+    texts = [[event.choices[0].text for event in events if event.choices[0].index == index] for index in (0, 1)]
+    assert texts == [["a", "!", ""], ["bb", "!", ""]]
     assert last.usage is not None
     assert last.usage.total_tokens == 8
+
+
+async def test_some_texts_of_a_request_are_written_at_a_time(endpoint: Endpoint) -> None:
+    service, held = endpoint.service, list[ScriptedWriting]()
+
+    def script(wish: TextRequest) -> ScriptedWriting:
+        held.append(ScriptedWriting([wish.prompt], held_at=0))
+        return held[-1]
+
+    service.script = script
+    asking = asyncio.create_task(endpoint.client.completions.create(model=MODEL, prompt=list("abcdefghijkl")))
+    async with asyncio.timeout(PATIENCE_S):
+        for number in range(12):
+            while len(held) <= number:
+                service.asks.clear()
+                await service.asks.wait()
+            await held[number].waits.wait()
+            assert len(held) - number <= AT_ONCE
+            if number >= AT_ONCE - 1:
+                held[number - AT_ONCE + 1].go.set()
+        for writing in held:
+            writing.go.set()
+        made = await asking
+    assert [choice.text for choice in made.choices] == list("abcdefghijkl")
+
+
+async def test_all_texts_end_if_one_fails(endpoint: Endpoint) -> None:
+    endpoint.service.script = lambda wish: (
+        ScriptedWriting(fails=NetworkError("lost")) if wish.prompt == "b" else ScriptedWriting(held_at=1)
+    )
+    with pytest.raises(openai.InternalServerError, match="lost"):
+        await endpoint.client.completions.create(model=MODEL, prompt=["a", "b", "c"])
+
+
+async def test_choices_have_seeds_of_their_own(endpoint: Endpoint) -> None:
+    endpoint.service.script = lambda wish: ScriptedWriting([str(wish.sampling.seed)])
+    made = await endpoint.client.completions.create(model=MODEL, prompt=["a", "b"], n=2, seed=4)
+    assert [(choice.index, choice.text) for choice in made.choices] == [(0, "4"), (1, "5"), (2, "4"), (3, "5")]
+    assert made.usage is not None
+    assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (6, 4)
+    stream = await endpoint.client.chat.completions.create(model=MODEL, messages=HI, n=2, seed=4, stream=True)
+    deltas = [event.choices[0] async for event in stream]
+    assert {(each.index, each.delta.content) for each in deltas if each.delta.content} == {(0, "4"), (1, "5")}
+
+
+async def test_the_best_texts_are_the_likeliest(endpoint: Endpoint) -> None:
+    # A token's log-probability is minus its number.
+    endpoint.service.script = lambda wish: ScriptedWriting([" zaQb"[wish.sampling.seed], " "])
+    made = await endpoint.client.completions.create(model=MODEL, prompt="x", n=2, best_of=4, seed=1)
+    assert [(choice.index, choice.text, choice.logprobs) for choice in made.choices] == [
+        (0, "Q ", None),
+        (1, "a ", None),
+    ]
+    assert made.usage is not None
+    assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (3, 8)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probabilities_of_a_completion(endpoint: Endpoint, stream: bool) -> None:
+    endpoint.service.script = lambda wish: ScriptedWriting(["é", "", "z"])
+    made: Any = await endpoint.client.completions.create(
+        model=MODEL, prompt="ab", echo=True, logprobs=2, stream=stream, max_tokens=5
+    )
+    choices = [event.choices[0] async for event in made] if stream else made.choices
+    assert "".join(choice.text for choice in choices) == "abéz"
+    tables = [choice.logprobs for choice in choices if choice.logprobs]
+    assert [each for table in tables for each in table.tokens] == ["a", "b", "é", "z"]
+    assert [each for table in tables for each in table.token_logprobs] == [None, -98, -233, -122]
+    assert [each for table in tables for each in table.text_offset] == [0, 1, 2, 3]
+    likeliest = [each for table in tables for each in table.top_logprobs]
+    assert likeliest[0] is None
+    assert likeliest[3] == {"z": -122, "{": -123}
+
+
+async def test_a_prompt_alone_is_scored(endpoint: Endpoint) -> None:
+    endpoint.service.script = lambda wish: ScriptedWriting([], ends="length")
+    made = await endpoint.client.completions.create(model=MODEL, prompt=[97, 98], echo=True, logprobs=0, max_tokens=0)
+    [wish] = endpoint.service.wishes
+    assert (wish.ids, wish.prompt, wish.max_new_tokens, wish.logprobs, wish.prompt_logprobs) == (
+        (97, 98),
+        "",
+        0,
+        0,
+        True,
+    )
+    assert made.choices[0].text == "ab"
+    assert made.choices[0].logprobs is not None
+    assert made.choices[0].logprobs.top_logprobs == [None, {"b": -98}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probabilities_of_a_chat(endpoint: Endpoint, stream: bool) -> None:
+    endpoint.service.script = lambda wish: ScriptedWriting(["é"])
+    made: Any = await endpoint.client.chat.completions.create(
+        model=MODEL, messages=HI, logprobs=True, top_logprobs=1, stream=stream
+    )
+    choices = [event.choices[0] async for event in made] if stream else made.choices
+    [token] = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
+    assert (token.token, token.logprob, token.bytes) == ("é", -233, [0xC3, 0xA9])
+    assert [(top.token, top.logprob) for top in token.top_logprobs] == [("é", -233)]
 
 
 @pytest.mark.parametrize("stream", [False, True])

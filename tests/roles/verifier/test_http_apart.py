@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,10 +15,16 @@ from hypothesis import strategies as st
 from p2ptrain.core.errors import UserError
 from roles.http.access import read_key
 from roles.http.answers import Problem
-from roles.verifier.http_requests import IGNORED, NOT_OBEYED, _Chat, _Completion, read_chat, read_completion
+from roles.verifier.http.answer import AnswerOrigin
+from roles.verifier.http.bodies import IGNORED, NOT_OBEYED, StrictModel
+from roles.verifier.http.chat import ChatAnswer, ChatFields
+from roles.verifier.http.completions import CompletionAnswer, CompletionFields
+from roles.verifier.http.messages import MessageAnswer, MessageFields
+from roles.verifier.http.responses import ResponseAnswer, ResponseFields
 
+from .conftest import KEY
 from .scripted import MODEL, ScriptedService
-from .test_http_hostile import KEY, under_way
+from .test_http_hostile import under_way
 
 
 def test_a_key_is_read(tmp_path: Path) -> None:
@@ -43,25 +50,32 @@ def test_a_key_is_read(tmp_path: Path) -> None:
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
 VALUES = st.recursive(
-    LEAVES | st.sampled_from(["user", "text", "auto", MODEL]),
+    LEAVES | st.sampled_from(["user", "tool", "text", "auto", "function", MODEL]),
     lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["role", "content", "type", "text"]), inner)
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "name", "function", "id"]), inner)
     ),
     max_leaves=12,
 )
-FIELDS = {*_Completion.model_fields, *_Chat.model_fields}
+INTERFACES: dict[type[StrictModel], Any] = {
+    CompletionFields: CompletionAnswer,
+    ChatFields: ChatAnswer,
+    MessageFields: MessageAnswer,
+    ResponseFields: ResponseAnswer,
+}
+FIELDS = {name for fields in INTERFACES for name in fields.model_fields}
 NAMES = st.sampled_from(sorted(FIELDS | IGNORED | set(NOT_OBEYED)))
 
 
 @settings(max_examples=50)
 @given(body=st.binary() | st.dictionaries(NAMES | st.text(), VALUES).map(lambda said: json.dumps(said).encode()))
 def test_any_body_is_a_request_or_is_refused(body: bytes) -> None:
-    for read in (read_completion, read_chat):
+    for interface in INTERFACES.values():
         try:
-            said = read(body, lambda: 5).wishes
+            is_valid = bool(interface(body, AnswerOrigin("", 5, 0)).request.texts)
         except Problem as problem:
-            said = problem.response().body if problem.status == 400 else b""
-        assert said
+            is_valid = problem.status == 400 and bool(problem.response().body)
+        assert is_valid
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no uvloop")

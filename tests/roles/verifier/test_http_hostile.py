@@ -8,30 +8,30 @@ import json
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import openai
 import pytest
-import pytest_asyncio
 
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.world import real_world
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.http import answers, server
 from roles.verifier import http_app
+from roles.verifier.http.bodies import NOT_OBEYED
 from roles.verifier.http_app import serving_http
 
-from .conftest import PATIENCE_S, Endpoint, request
+from .conftest import KEY, PATIENCE_S, Endpoint, request
 from .scripted import MODEL, ScriptedService, ScriptedWriting
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-KEY = "correct-horse-battery-staple"
 ASK = json.dumps({"model": MODEL, "prompt": "x"}).encode()
 STREAM = json.dumps({"model": MODEL, "prompt": "x", "stream": True}).encode()
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 WORLD = real_world(MemoryNetwork())
 
 
@@ -60,16 +60,6 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             monkeypatch.setattr(answers if name == "BODY_S" else server, name, 0.0)
 
     return end
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def guarded() -> AsyncIterator[Endpoint]:
-    """Everywhere, with a key."""
-    service = ScriptedService()
-    async with serving_http([service], "0.0.0.0", 0, KEY, world=WORLD) as (_, port):
-        url = f"http://127.0.0.1:{port}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=PATIENCE_S) as client:
-            yield Endpoint(service, "127.0.0.1", port, client, [])
 
 
 async def test_a_request_without_the_key_is_refused(guarded: Endpoint) -> None:
@@ -156,11 +146,30 @@ async def test_unknown_paths_and_methods_are_refused(
 
 MESSAGE = {"role": "user", "content": "Hi"}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALLS = {"role": "assistant"}
+CALL_5 = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "5"}}
+USED = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+OUTPUT = {"type": "function_call_output", "call_id": "a", "output": ""}
+NAMED_G = {"type": "function", "function": {"name": "g"}}
+MISSING = "missing_required_parameter"
+SCHEMA = "response_format.json_schema"
+
+
+def tool_of(name: str, parameters: object) -> dict[str, object]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def deep(levels: int) -> object:
+    return {"type": "object", "x": deep(levels - 1)} if levels else 5
+
+
 WRONG: list[tuple[str, dict[str, object], str, str]] = [
     (COMPLETIONS, {"model": "gpt-4"}, "model_not_found", "model"),
     (COMPLETIONS, {"prompt": 5}, "invalid_value", "prompt"),
-    (COMPLETIONS, {"prompt": [1, 2]}, "invalid_value", "prompt.0"),
-    (COMPLETIONS, {"prompt": ["x"] * 17}, "invalid_value", "prompt"),
+    (COMPLETIONS, {"prompt": [1, -2]}, "invalid_value", "prompt.1"),
+    (COMPLETIONS, {"prompt": ["x"] * 4097}, "invalid_value", "prompt"),
+    (COMPLETIONS, {"prompt": ["x"] * 100, "n": 41}, "invalid_value", "prompt"),
     (COMPLETIONS, {"max_tokens": 0}, "invalid_value", "max_tokens"),
     (COMPLETIONS, {"max_tokens": 5, "max_completion_tokens": 6}, "invalid_value", "max_tokens"),
     (COMPLETIONS, {"temperature": -0.1}, "invalid_value", "temperature"),
@@ -169,8 +178,11 @@ WRONG: list[tuple[str, dict[str, object], str, str]] = [
     (COMPLETIONS, {"stop": ["a"] * 5}, "invalid_value", "stop"),
     (COMPLETIONS, {"stream_options": {"include_usage": True}}, "invalid_value", "stream_options"),
     (COMPLETIONS, {"speculate": "maybe"}, "invalid_value", "speculate"),
-    (COMPLETIONS, {"n": 2}, "unsupported_parameter", "n"),
-    (COMPLETIONS, {"logprobs": 0}, "unsupported_parameter", "logprobs"),
+    (COMPLETIONS, {"n": 2, "best_of": 1}, "invalid_value", "best_of"),
+    (COMPLETIONS, {"best_of": 2, "stream": True}, "invalid_value", "best_of"),
+    (COMPLETIONS, {"logprobs": 21}, "invalid_value", "logprobs"),
+    (COMPLETIONS, {"logit_bias": {"x": 1}}, "invalid_value", "logit_bias"),
+    (COMPLETIONS, {"response_format": {"type": "json_schema"}}, "missing_required_parameter", SCHEMA),
     (COMPLETIONS, {"temprature": 1}, "unknown_parameter", "temprature"),
     (CHAT, {"messages": "Hi"}, "invalid_value", "messages"),
     (CHAT, {"messages": [MESSAGE] * 4097}, "invalid_value", "messages"),
@@ -178,35 +190,105 @@ WRONG: list[tuple[str, dict[str, object], str, str]] = [
     (CHAT, {"messages": [{"role": "boss", "content": "x"}]}, "invalid_value", "messages.0.role"),
     (CHAT, {"messages": [MESSAGE, {"role": "assistant", "content": "x"}]}, "invalid_value", "messages"),
     (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "invalid_value", "messages.0.content.0.type"),
-    (CHAT, {"messages": [MESSAGE | {"tool_calls": [{}]}]}, "unsupported_parameter", "messages.0.tool_calls"),
-    (CHAT, {"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
+    (CHAT, {"messages": [MESSAGE | {"tool_calls": [{}]}]}, MISSING, "messages.0.tool_calls.0.id"),
+    (CHAT, {"messages": [MESSAGE | {"tool_calls": [CALL_5]}]}, "unsupported_parameter", "messages.0.tool_calls"),
+    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "invalid_value", "messages.0.tool_call_id"),
+    (CHAT, {"messages": [CALLS | {"tool_calls": [CALL_5]}, MESSAGE]}, "invalid_value", "messages.0.tool_calls"),
+    (CHAT, {"top_logprobs": 2}, "invalid_value", "top_logprobs"),
+    (CHAT, {"max_tokens": 0}, "invalid_value", "max_tokens"),
+    (CHAT, {"tools": [TOOL, TOOL]}, "invalid_value", "tools"),
+    (CHAT, {"tools": [tool_of("f", {"type": "string"})]}, "invalid_value", "tools.0.function.parameters.type"),
+    (CHAT, {"tools": [tool_of("f", deep(33))]}, "invalid_value", "tools.0"),
+    (CHAT, {"tools": [tool_of("f", {"title": "x" * 140_000})]}, "invalid_value", "tools.0"),
+    (CHAT, {"tools": [tool_of("f", {"enum": [0] * 501})]}, "invalid_value", "tools.0"),
+    (CHAT, {"tools": [tool_of("f g", {})]}, "invalid_value", "tools.0.function.name"),
+    (CHAT, {"tool_choice": "required"}, "invalid_value", "tool_choice"),
+    (
+        CHAT,
+        {"tools": [TOOL], "tool_choice": NAMED_G},
+        "invalid_value",
+        "tool_choice",
+    ),
+    (MESSAGES, {"max_tokens": 0}, "invalid_value", "max_tokens"),
+    (MESSAGES, {"thinking": {"type": "enabled"}}, "unsupported_parameter", "thinking"),
+    (MESSAGES, {"tools": [{"type": "bash", "name": "f", "input_schema": {}}]}, "invalid_value", "tools.0.type"),
+    (MESSAGES, {"tool_choice": {"type": "tool"}}, "invalid_value", "tool_choice.name"),
+    (
+        MESSAGES,
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "missing_required_parameter",
+        "messages.0.content.0.text",
+    ),
+    (MESSAGES, {"messages": [{"role": "user", "content": [USED]}]}, "invalid_value", "messages.0.content.0.type"),
+    (RESPONSES, {"input": [{"type": "message", "role": "user"}]}, MISSING, "input.0.content"),
+    (RESPONSES, {"input": [{"type": "reasoning", "summary": []}]}, "invalid_value", "input.0.type"),
+    (
+        RESPONSES,
+        {"input": [{"type": "function_call_output", "call_id": "a", "output": ""}]},
+        "invalid_value",
+        "input.0.call_id",
+    ),
     (CHAT, {"x" * 100: 1}, "unknown_parameter", "x" * 63 + "…"),
 ]
+
+
+USUAL: dict[str, dict[str, object]] = {
+    COMPLETIONS: {"prompt": "x"},
+    CHAT: {"messages": [MESSAGE]},
+    MESSAGES: {"messages": [MESSAGE], "max_tokens": 5},
+    RESPONSES: {"input": "x"},
+}
+NOT_HERE = {
+    COMPLETIONS: {"suffix", "tools", "tool_choice", "parallel_tool_calls"},
+    CHAT: {"best_of", "echo", "functions", "function_call", "modalities", "audio", "web_search_options"},
+    MESSAGES: {"n", "thinking", "output_config", "mcp_servers", "container", "context_management"},
+    RESPONSES: {"top_logprobs", "previous_response_id", "conversation", "background", "prompt", "max_tool_calls"},
+}
+
+
+async def test_every_refused_parameter_is_tried() -> None:
+    assert set().union(*NOT_HERE.values()) == set(NOT_OBEYED)
+
+
+@pytest.mark.parametrize(("path", "name"), [(path, name) for path, names in NOT_HERE.items() for name in names])
+async def test_a_parameter_that_cannot_be_obeyed(endpoint: Endpoint, path: str, name: str) -> None:
+    harmless, why = NOT_OBEYED[name]
+    for value in (*harmless, None):
+        body = json.dumps({"model": MODEL} | USUAL[path] | {name: value}).encode()
+        assert (await endpoint.post(path, body))[0] == 200
+    status, _, body = await endpoint.post(path, json.dumps({"model": MODEL} | USUAL[path] | {name: ["?"]}).encode())
+    assert status == 400
+    assert why in json.loads(body)["error"]["message"]
 
 
 @pytest.mark.parametrize(("path", "changed", "code", "param"), WRONG)
 async def test_a_request_that_cannot_be_obeyed(
     endpoint: Endpoint, path: str, changed: dict[str, object], code: str, param: str
 ) -> None:
-    usual: dict[str, object] = {"messages": [MESSAGE]} if path == CHAT else {"prompt": "x"}
-    status, _, body = await endpoint.post(path, json.dumps({"model": MODEL} | usual | changed).encode())
+    status, _, body = await endpoint.post(path, json.dumps({"model": MODEL} | USUAL[path] | changed).encode())
     error = json.loads(body)["error"]
-    assert (status, error["code"], error["param"]) == (404 if code == "model_not_found" else 400, code, param)
-    assert error["type"] == "invalid_request_error"
+    assert error["type"] == "invalid_request_error" or code == "model_not_found"
     assert len(error["message"]) < 300
     assert endpoint.service.wishes == []
+    if path == MESSAGES:
+        assert (status, param in error["message"]) == (400, True)
+    else:
+        assert (status, error["code"], error["param"]) == (404 if code == "model_not_found" else 400, code, param)
 
 
 @pytest.mark.parametrize(
     ("path", "given", "message"),
     [
-        (COMPLETIONS, {"prompt": ["x"] * 17}, "prompt: must have at most 16 items, not 17"),
-        (COMPLETIONS, {"prompt": [1, 2]}, "prompt.0: must be text"),
+        (COMPLETIONS, {"prompt": [5, "x"]}, "prompt.1: must be a whole number"),
         (COMPLETIONS, {"prompt": "x", "stop": ["a"] * 5}, "stop: must have at most 4 items, not 5"),
         (COMPLETIONS, {"prompt": "x", "stop": "a" * 513}, "stop: must have at most 512 characters"),
         (COMPLETIONS, {"prompt": "x", "stop": ["a", "b" * 513]}, "stop.1: must have at most 512 characters"),
         (CHAT, {"messages": [{"role": "user", "content": []}]}, "messages.0.content: must have at least 1 item, not 0"),
-        (CHAT, {"messages": [MESSAGE | {"content": [IMAGE]}]}, "messages.0.content.0.type: must be 'text'"),
+        (
+            CHAT,
+            {"messages": [MESSAGE | {"content": [IMAGE]}]},
+            "messages.0.content.0.type: must be 'text', 'input_text' or 'output_text'",
+        ),
     ],
 )
 async def test_a_message_names_the_field_and_the_limit(
@@ -231,7 +313,7 @@ async def test_a_message_names_the_field_and_the_limit(
     ],
 )
 async def test_a_malformed_body_is_refused(endpoint: Endpoint, body: bytes) -> None:
-    for path in (COMPLETIONS, CHAT):
+    for path in (*USUAL, "/tokenize", "/detokenize", "/v1/messages/count_tokens"):
         status, _, answer = await endpoint.post(path, body)
         assert status == 400
         assert len(answer) < 500

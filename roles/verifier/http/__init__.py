@@ -1,0 +1,1 @@
+"""The HTTP interfaces to text services, a module for each. ``answer.py`` has what they share: requests, and writing."""

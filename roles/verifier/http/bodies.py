@@ -1,0 +1,248 @@
+"""Bodies of requests over HTTP: what the interfaces share.
+
+There are three kinds of parameters. Obeyed ones are fields. Those that do not change the text are ignored
+(``IGNORED``). All others are refused with the reason, except for values that request nothing (``NOT_OBEYED``): ignoring
+a parameter that changes the text would be worse than a refusal.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from p2ptrain.compute.text import ASSISTANT, TOOL, USER, Turn
+from p2ptrain.core.serving import MOST_BIAS, MOST_BIASES, MOST_TOP_K
+from p2ptrain.core.texts import shortened
+from roles.http.answers import Problem, missing, read_model, wrong
+from roles.serving.tool_calls import Tool
+from wire.text_messages import MOST_PRIORITY
+
+IGNORED = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "prediction",
+        "reasoning",
+        "reasoning_effort",
+        "verbosity",
+        "truncation",
+        "include",
+        "stream_options",
+        "cache_control",
+        "inference_geo",
+    }
+)
+"""Parameters for the service of OpenAI or Anthropic, and hints: the text is the same without them."""
+_TEXT_ONLY = "only text is supported"
+_CHAT_ONLY = "chats have tools: use /v1/chat/completions"
+_ONE_TEXT = "the best of several texts is found by /v1/completions only"
+_OLD_TOOLS = "it is the old name of tools: use tools and tool_choice"
+_STATELESS = "nothing is stored here: send the whole conversation"
+_NO_SERVER_TOOLS = "this endpoint runs no tools itself"
+NOT_OBEYED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "n": ((1,), "this interface has one answer: use /v1/chat/completions"),
+    "best_of": ((1,), _ONE_TEXT),
+    "echo": ((False,), "only /v1/completions repeats the prompt"),
+    "suffix": (("",), "text is written after the prompt, not into a gap"),
+    "top_logprobs": ((0,), "this interface returns no probabilities: use /v1/chat/completions"),
+    "tools": (([],), _CHAT_ONLY),
+    "tool_choice": (("none", "auto"), _CHAT_ONLY),
+    "parallel_tool_calls": ((True, False), _CHAT_ONLY),
+    "functions": (([],), _OLD_TOOLS),
+    "function_call": (("none", "auto"), _OLD_TOOLS),
+    "modalities": ((["text"],), _TEXT_ONLY),
+    "audio": ((), _TEXT_ONLY),
+    "web_search_options": ((), "there is no web search"),
+    "thinking": (({"type": "disabled"},), "whether a model thinks is up to its chat template"),
+    "output_config": ((), "use response_format of /v1/chat/completions"),
+    "mcp_servers": (([],), _NO_SERVER_TOOLS),
+    "container": ((), _NO_SERVER_TOOLS),
+    "context_management": ((), _STATELESS),
+    "previous_response_id": ((), _STATELESS),
+    "conversation": ((), _STATELESS),
+    "background": ((False,), _STATELESS),
+    "prompt": ((), "there are no stored prompts: send the text"),
+    "max_tool_calls": ((), _NO_SERVER_TOOLS),
+}
+"""Parameters that would change the text → values that request nothing, and why others are refused."""
+MOST_SCHEMA_CHARS, MOST_SCHEMA_DEPTH, MOST_SCHEMA_MEMBERS = 1 << 17, 32, 500
+"""Bounds of JSON schemas: characters of all of a request, levels of one, and members of an object or list in it. The
+time to compile an object grows with the square of its members."""
+MOST_TOOLS = 128
+
+
+class StrictModel(BaseModel):
+    """Fields of a body, without silent conversions. ``check_others`` checks all other parameters."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+_Stop = Annotated[str, Field(min_length=1, max_length=512)]
+StopStrings = Annotated[list[_Stop], Field(max_length=4, fail_fast=True)]
+ModelName = Annotated[str, Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+CallId = Annotated[str, Field(min_length=1, max_length=128)]
+
+
+class TextPart(StrictModel):
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+TextParts = Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
+
+
+def joined(content: str | list[TextPart] | None) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
+
+
+class SamplingFields(StrictModel):
+    """Parameters of sampling that all interfaces of OpenAI have here; those of vLLM are among them."""
+
+    model: ModelName
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0, le=MOST_TOP_K)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    presence_penalty: float | None = Field(default=None, ge=-MOST_BIAS, le=MOST_BIAS)
+    frequency_penalty: float | None = Field(default=None, ge=-MOST_BIAS, le=MOST_BIAS)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=MOST_BIAS)
+    logit_bias: dict[str, Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]] | None = Field(
+        default=None, max_length=MOST_BIASES
+    )
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: _Stop | StopStrings | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    speculate: Literal["auto", "off"] = "auto"
+    priority: int = Field(default=0, ge=-MOST_PRIORITY, le=MOST_PRIORITY)
+
+
+class JsonSchema(StrictModel):
+    name: Name = "answer"
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    strict: bool | None = None
+
+
+class AnswerFormat(StrictModel):
+    """``response_format``; in ``/v1/responses`` the fields of ``json_schema`` are beside its type."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class FunctionFields(StrictModel):
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def tool(self, where: str) -> Tool:
+        schema = {"type": "object", **(self.parameters or {})}
+        if schema["type"] != "object":
+            raise wrong(f"{where}.type", "the arguments of a tool are an object")
+        return Tool(self.name, self.description or "", schema, bool(self.strict))
+
+
+_SomeBody = TypeVar("_SomeBody", bound=StrictModel)
+
+
+def read_body_of(schema: type[_SomeBody], body: bytes) -> _SomeBody:
+    """Parse a body and check its other parameters. Raises ``Problem``."""
+    fields = read_model(schema, body)
+    check_others(fields)
+    return fields
+
+
+def check_others(fields: StrictModel) -> None:
+    for name, value in (fields.model_extra or {}).items():
+        if name in IGNORED:
+            continue
+        if name not in NOT_OBEYED:
+            named = shortened(name, 64)
+            raise Problem(400, f"unknown parameter {named}: leave it out", code="unknown_parameter", param=named)
+        harmless, why = NOT_OBEYED[name]
+        if value is not None and not any(type(value) is type(known) and value == known for known in harmless):
+            raise unsupported(name, why)
+
+
+def check_needed(item: StrictModel, names: Iterable[str], where: str) -> None:
+    """Raise ``Problem`` if the item at ``where`` lacks a field that its type needs."""
+    for name in names:
+        if getattr(item, name) is None:
+            raise missing(f"{where}.{name}")
+
+
+def unsupported(param: str, why: str) -> Problem:
+    return Problem(400, f"{param} is not supported here: {why}", code="unsupported_parameter", param=param)
+
+
+def check_schemas(schemas: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+    """Raise ``Problem`` if schemas, with their places in the body, exceed the bounds."""
+    chars = 0
+    for where, schema in schemas:
+        chars += len(json.dumps(schema))
+        if chars > MOST_SCHEMA_CHARS:
+            raise wrong(where, f"the schemas of a request may have {MOST_SCHEMA_CHARS} characters together")
+        level: list[Any] = [schema]
+        for _ in range(MOST_SCHEMA_DEPTH):
+            groups = [each for each in level if isinstance(each, dict | list)]
+            if any(len(group) > MOST_SCHEMA_MEMBERS for group in groups):
+                raise wrong(where, f"an object or a list of the schema has more than {MOST_SCHEMA_MEMBERS} members")
+            level = [inner for group in groups for inner in (group.values() if isinstance(group, dict) else group)]
+        if level:
+            raise wrong(where, f"the schema is more than {MOST_SCHEMA_DEPTH} levels deep")
+
+
+class TurnList:
+    """The turns of a conversation, as they are read. Methods raise ``Problem``; ``where``: the place in the body."""
+
+    def __init__(self) -> None:
+        self._turns = list[Turn]()
+        self._calls = list[dict[str, Any]]()  # of the last turn, which is then the assistant's
+        self._names = dict[str, str]()  # id of a call → name of the tool
+
+    def add_text(self, role: str, text: str) -> None:
+        self._close_calls()
+        self._turns.append(Turn("system" if role == "developer" else role, text))
+
+    def add_call(self, ident: str, name: str, arguments: str | dict[str, Any], where: str) -> None:
+        """Add a call to the assistant's turn that is the last one, or to a new one."""
+        try:
+            parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):
+            parsed = None
+        if not isinstance(parsed, dict):
+            raise wrong(where, "must be JSON text of an object")
+        if not self._turns or self._turns[-1].role != ASSISTANT:
+            self.add_text(ASSISTANT, "")
+        self._names[ident] = name
+        self._calls.append({"id": ident, "type": "function", "function": {"name": name, "arguments": parsed}})
+
+    def add_result(self, ident: str, text: str, where: str) -> None:
+        if ident not in self._names:
+            raise wrong(where, "no call before it has this id")
+        self._close_calls()
+        self._turns.append(Turn(TOOL, text, "", ident, self._names[ident]))
+
+    def finish(self, where: str) -> tuple[Turn, ...]:
+        if not self._turns or self._turns[-1].role not in (USER, TOOL):
+            raise wrong(where, "the last message must be a user's or a tool's, for the model to answer")
+        return tuple(self._turns)
+
+    def _close_calls(self) -> None:
+        if self._calls:
+            self._turns[-1] = replace(self._turns[-1], tool_calls=json.dumps(self._calls))
+            self._calls = []

@@ -1,0 +1,74 @@
+"""What happens while the texts of a request are written, as all interfaces see it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from p2ptrain.core.serving import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceEvent:
+    """``index``: of the text, among all candidates of all prompts."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceBegan(ChoiceEvent):
+    prompt_tokens: int
+    left_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextAdded(ChoiceEvent):
+    """``is_prompt``: it is the repeated prompt. ``logprobs``: one for each token if they are wanted; None for a
+    prompt's first one."""
+
+    text: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob | None, ...] = ()
+    is_prompt: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CallAdded(ChoiceEvent):
+    """``number``: of the call in this text. ``ident``: its random digits."""
+
+    number: int
+    ident: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceEnded(ChoiceEvent):
+    """``reason``: ``stop``, ``length`` or ``tool_calls``. ``stop_reason``: the stop string or id, if one ended it."""
+
+    reason: str
+    stop_reason: str | int | None = None
+
+
+class WrittenChoice:
+    """A complete text."""
+
+    def __init__(self) -> None:
+        self.events = list[ChoiceEvent]()
+
+    @property
+    def added(self) -> list[TextAdded]:
+        return [event for event in self.events if isinstance(event, TextAdded)]
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.added)
+
+    @property
+    def logprobs(self) -> list[TokenLogprob | None]:
+        return [each for event in self.added for each in event.logprobs]
+
+    @property
+    def mean_logprob(self) -> float:
+        values = [each.logprob for event in self.added if not event.is_prompt for each in event.logprobs if each]
+        return math.fsum(values) / max(1, len(values))

@@ -1,0 +1,205 @@
+"""``POST /v1/messages`` and ``/v1/messages/count_tokens``: Anthropic's interface."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from p2ptrain.compute.text import Turn
+from roles.http.answers import Problem, wrong
+from roles.serving.texts import TextRequest
+from roles.verifier.http import bodies, events
+from roles.verifier.http.answer import Answer, AnswerOrigin, AnswerRequest, ToolUse, frame, read_tool_use, text_request
+
+_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
+_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+
+
+_NEEDED = {"text": ("text",), "tool_use": ("id", "name", "input"), "tool_result": ("tool_use_id",)}
+
+
+class _Block(bodies.StrictModel):
+    """``text``, a ``tool_use`` of the assistant, or the ``tool_result`` of a user."""
+
+    type: Literal["text", "tool_use", "tool_result"]
+    text: str | None = None
+    id: bodies.CallId | None = None
+    name: bodies.Name | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: bodies.CallId | None = None
+    content: str | bodies.TextParts | None = None
+
+
+class _Message(bodies.StrictModel):
+    role: Literal["user", "assistant"]
+    content: str | Annotated[list[_Block], Field(min_length=1, fail_fast=True)]
+
+
+class _Tool(bodies.FunctionFields):
+    type: Literal["custom"] | None = None
+    parameters: dict[str, Any] = Field(alias="input_schema")
+
+
+class _ToolChoice(bodies.StrictModel):
+    type: Literal["auto", "any", "tool", "none"]
+    name: bodies.Name | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class CountFields(bodies.SamplingFields):
+    messages: Annotated[list[_Message], Field(min_length=1, max_length=4096, fail_fast=True)]
+    system: str | bodies.TextParts | None = None
+    tools: Annotated[list[_Tool], Field(fail_fast=True)] | None = None
+    tool_choice: _ToolChoice | None = None
+
+
+class MessageFields(CountFields):
+    max_tokens: int = Field(ge=1)
+    stop_sequences: bodies.StopStrings | None = None
+
+
+def read_count(body: bytes) -> tuple[str, TextRequest, ToolUse]:
+    """The model of a ``count_tokens``, and the conversation."""
+    fields = bodies.read_body_of(CountFields, body)
+    return fields.model, text_request(fields, AnswerOrigin("", 0, 0), turns=_turns(fields)), _tool_use(fields)
+
+
+def _turns(fields: CountFields) -> tuple[Turn, ...]:
+    turns = bodies.TurnList()
+    if fields.system:
+        turns.add_text("system", bodies.joined(fields.system))
+    for index, message in enumerate(fields.messages):
+        if isinstance(message.content, str):
+            turns.add_text(message.role, message.content)
+        else:
+            _add_blocks(turns, message.role, message.content, f"messages.{index}.content")
+    return turns.finish("messages")
+
+
+def _add_blocks(turns: bodies.TurnList, role: str, blocks: Sequence[_Block], where: str) -> None:
+    """Successive blocks of text are one turn."""
+    texts = list[str]()
+    for index, block in enumerate(blocks):
+        place = f"{where}.{index}"
+        _check_block(block, role, place)
+        if block.type == "text":
+            texts.append(block.text or "")
+            continue
+        if texts:
+            turns.add_text(role, "\n".join(texts))
+            texts = []
+        if block.type == "tool_use":
+            turns.add_call(block.id or "", block.name or "", block.input or {}, place)
+        else:
+            turns.add_result(block.tool_use_id or "", bodies.joined(block.content), f"{place}.tool_use_id")
+    if texts:
+        turns.add_text(role, "\n".join(texts))
+
+
+def _check_block(block: _Block, role: str, where: str) -> None:
+    bodies.check_needed(block, _NEEDED[block.type], where)
+    if block.type in ("tool_use", "tool_result") and (block.type == "tool_use") != (role == "assistant"):
+        raise wrong(f"{where}.type", f"a message of the {role} has no such block")
+
+
+def _tool_use(fields: CountFields) -> ToolUse:
+    choice = fields.tool_choice or _ToolChoice(type="auto")
+    if (choice.type == "tool") != (choice.name is not None):
+        raise wrong("tool_choice.name", "the type tool has a name, and no other has one")
+    return read_tool_use(
+        [tool.tool(f"tools.{index}.input_schema") for index, tool in enumerate(fields.tools or ())],
+        {"any": "required", "none": "none"}.get(choice.type),
+        choice.name or "",
+        is_parallel=not choice.disable_parallel_tool_use,
+    )
+
+
+class MessageAnswer(Answer):
+    """The content is a list of blocks, each of them text or a call. A stream opens and closes them in order."""
+
+    def __init__(self, body: bytes, origin: AnswerOrigin) -> None:
+        fields = bodies.read_body_of(MessageFields, body)
+        text = text_request(fields, origin, turns=_turns(fields), max_new_tokens=fields.max_tokens)
+        text = replace(text, stop=(*text.stop, *(fields.stop_sequences or ())))
+        request = AnswerRequest(fields.model, (text,), bool(fields.stream), tool_use=_tool_use(fields))
+        super().__init__(request, origin)
+        self._blocks = list[dict[str, Any]]()
+        self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+
+    def whole(self, choices: Sequence[events.WrittenChoice]) -> dict[str, Any]:
+        for event in choices[0].events:
+            deque(self.frames(event), maxlen=0)
+        return self._message()
+
+    def frames(self, event: events.ChoiceEvent) -> Iterator[bytes]:
+        match event:
+            case events.ChoiceBegan():
+                yield _event("message_start", message=self._message())
+            case events.TextAdded() if event.text:
+                if not self._blocks or self._blocks[-1]["type"] != "text":
+                    yield from self._close_block()
+                    yield self._open_block({"type": "text", "text": ""})
+                self._blocks[-1]["text"] += event.text
+                yield self._delta({"type": "text_delta", "text": event.text})
+            case events.CallAdded():
+                yield from self._close_block()
+                call = {"type": "tool_use", "id": f"toolu_{event.ident}", "name": event.name}
+                yield self._open_block(call | {"input": {}})
+                self._blocks[-1] = call | {"input": json.loads(event.arguments)}
+                yield self._delta({"type": "input_json_delta", "partial_json": event.arguments})
+            case events.ChoiceEnded():
+                yield from self._close_block()
+                is_asked = event.reason == "stop" and event.stop_reason in self.request.texts[0].stop
+                reason = "stop_sequence" if is_asked else _REASONS[event.reason]
+                self._end = {"stop_reason": reason, "stop_sequence": event.stop_reason if is_asked else None}
+
+    def last_frames(self) -> Iterator[bytes]:
+        yield _event("message_delta", delta=self._end, usage={"output_tokens": self.new_tokens})
+        yield _event("message_stop")
+
+    def error_frame(self, problem: Problem) -> bytes:
+        return frame(error_document(problem), "error")
+
+    def _message(self) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self.origin.digits}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.service.model,
+            "content": self._blocks,
+            **self._end,
+            "usage": {"input_tokens": self.prompt_tokens, "output_tokens": self.new_tokens},
+        }
+
+    def _open_block(self, block: dict[str, Any]) -> bytes:
+        self._blocks.append(block)
+        return _event("content_block_start", index=len(self._blocks) - 1, content_block=block)
+
+    def _delta(self, delta: dict[str, str]) -> bytes:
+        return _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
+
+    def _close_block(self) -> Iterator[bytes]:
+        if self._blocks:
+            yield _event("content_block_stop", index=len(self._blocks) - 1)
+
+
+def _event(name: str, /, **fields: Any) -> bytes:
+    return frame({"type": name, **fields}, name)
+
+
+def error_document(problem: Problem) -> dict[str, Any]:
+    """A problem in Anthropic's form."""
+    usual = "invalid_request_error" if problem.status < 500 else "api_error"
+    message = f"{problem.message}: {problem.remedy}" if problem.remedy else problem.message
+    return {"type": "error", "error": {"type": _ERRORS.get(problem.status, usual), "message": message}}

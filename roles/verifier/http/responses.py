@@ -1,0 +1,209 @@
+"""``POST /v1/responses``: OpenAI's newer interface, as far as text and functions go. Nothing is stored."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from p2ptrain.compute.text import ASSISTANT, Turn
+from roles.http.answers import Problem
+from roles.verifier.http import bodies, events
+from roles.verifier.http.answer import (
+    Answer,
+    AnswerOrigin,
+    AnswerRequest,
+    ToolUse,
+    frame,
+    read_schema,
+    read_tool_use,
+    text_request,
+)
+
+
+class _Item(bodies.StrictModel):
+    """A message, a ``function_call`` of the assistant, or its ``function_call_output``."""
+
+    type: Literal["message", "function_call", "function_call_output"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | bodies.TextParts | None = None
+    call_id: bodies.CallId | None = None
+    name: bodies.Name | None = None
+    arguments: str | None = None
+    output: str | bodies.TextParts | None = None
+
+
+_NEEDED = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+}
+
+
+class _Function(bodies.FunctionFields):
+    type: Literal["function"]
+
+
+class _Format(bodies.AnswerFormat):
+    name: bodies.Name = "answer"
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class _Text(bodies.StrictModel):
+    format: _Format | None = None
+
+
+class ResponseFields(bodies.SamplingFields):
+    input: str | Annotated[list[_Item], Field(min_length=1, max_length=4096, fail_fast=True)]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    tools: Annotated[list[_Function], Field(fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | _Function | None = None
+    parallel_tool_calls: bool | None = None
+    text: _Text | None = None
+
+    def turns(self) -> tuple[Turn, ...]:
+        """Raises ``Problem``."""
+        turns = bodies.TurnList()
+        if self.instructions:
+            turns.add_text("system", self.instructions)
+        if isinstance(self.input, str):
+            turns.add_text("user", self.input)
+            return turns.finish("input")
+        for index, item in enumerate(self.input):
+            where = f"input.{index}"
+            bodies.check_needed(item, _NEEDED[item.type], where)
+            if item.type == "message":
+                turns.add_text(item.role or "", bodies.joined(item.content))
+            elif item.type == "function_call":
+                turns.add_call(item.call_id or "", item.name or "", item.arguments or "", f"{where}.arguments")
+            else:
+                turns.add_result(item.call_id or "", bodies.joined(item.output), f"{where}.call_id")
+        return turns.finish("input")
+
+    def tool_use(self) -> ToolUse:
+        choice, named = self.tool_choice, ""
+        if isinstance(choice, _Function):
+            named, choice = choice.name, None
+        tools = [tool.tool(f"tools.{index}.parameters") for index, tool in enumerate(self.tools or ())]
+        return read_tool_use(tools, choice, named, is_parallel=self.parallel_tool_calls)
+
+    def answer_schema(self) -> bodies.JsonSchema | None:
+        wanted = None if self.text is None else self.text.format
+        if wanted is None or wanted.schema_ is None:
+            return read_schema(wanted, None, "text.format.schema")
+        schema = bodies.JsonSchema(name=wanted.name, schema=wanted.schema_, strict=wanted.strict)
+        return read_schema(wanted, schema, "text.format.schema")
+
+
+class ResponseAnswer(Answer):
+    """The output is a list of items: messages, and calls of functions. A stream opens and closes them in order."""
+
+    def __init__(self, body: bytes, origin: AnswerOrigin) -> None:
+        self._fields = fields = bodies.read_body_of(ResponseFields, body)
+        text = text_request(fields, origin, turns=fields.turns(), max_new_tokens=fields.max_output_tokens)
+        schema, use = fields.answer_schema(), fields.tool_use()
+        super().__init__(AnswerRequest(fields.model, (text,), bool(fields.stream), tool_use=use, schema=schema), origin)
+        self._output = list[dict[str, Any]]()
+        self._status = "in_progress"
+        self._number = 0  # of the next frame
+
+    def whole(self, choices: Sequence[events.WrittenChoice]) -> dict[str, Any]:
+        for event in choices[0].events:
+            deque(self.frames(event), maxlen=0)
+        return self._response()
+
+    def frames(self, event: events.ChoiceEvent) -> Iterator[bytes]:
+        match event:
+            case events.ChoiceBegan():
+                yield self._frame("response.created", response=self._response())
+                yield self._frame("response.in_progress", response=self._response())
+            case events.TextAdded() if event.text:
+                if not self._output or self._output[-1]["type"] != "message":
+                    yield from self._open_message()
+                part = self._output[-1]["content"][0]
+                part["text"] += event.text
+                yield self._frame("response.output_text.delta", **self._place(), delta=event.text, logprobs=[])
+            case events.CallAdded():
+                yield from self._close_message()
+                yield from self._add_call(event)
+            case events.ChoiceEnded():
+                yield from self._close_message()
+                self._status = "incomplete" if event.reason == "length" else "completed"
+
+    def last_frames(self) -> Iterator[bytes]:
+        yield self._frame(f"response.{self._status}", response=self._response())
+
+    def error_frame(self, problem: Problem) -> bytes:
+        return self._frame("error", code=problem.code, message=problem.message, param=problem.param or None)
+
+    def _open_message(self) -> Iterator[bytes]:
+        ident = f"msg_{self.origin.digits}{len(self._output)}"
+        item = {"id": ident, "type": "message", "role": ASSISTANT, "status": "in_progress"}
+        self._output.append({**item, "content": []})
+        yield self._frame("response.output_item.added", output_index=len(self._output) - 1, item=self._output[-1])
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        self._output[-1]["content"].append(part)
+        yield self._frame("response.content_part.added", **self._place(), part=part)
+
+    def _close_message(self) -> Iterator[bytes]:
+        if self._output and self._output[-1]["type"] == "message":
+            item = self._output[-1]
+            item["status"] = "completed"
+            part = item["content"][0]
+            yield self._frame("response.output_text.done", **self._place(), text=part["text"], logprobs=[])
+            yield self._frame("response.content_part.done", **self._place(), part=part)
+            yield self._frame("response.output_item.done", output_index=len(self._output) - 1, item=item)
+
+    def _add_call(self, call: events.CallAdded) -> Iterator[bytes]:
+        index, ident = len(self._output), f"fc_{call.ident}"
+        item = {"id": ident, "type": "function_call", "call_id": f"call_{call.ident}", "name": call.name}
+        opened = item | {"status": "in_progress", "arguments": ""}
+        yield self._frame("response.output_item.added", output_index=index, item=opened)
+        where = {"item_id": ident, "output_index": index}
+        yield self._frame("response.function_call_arguments.delta", **where, delta=call.arguments)
+        whole = {"name": call.name, "arguments": call.arguments}
+        yield self._frame("response.function_call_arguments.done", **where, **whole)
+        self._output.append(item | {"status": "completed", "arguments": call.arguments})
+        yield self._frame("response.output_item.done", output_index=index, item=self._output[-1])
+
+    def _place(self) -> dict[str, Any]:
+        """Where the text of the last item is."""
+        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1, "content_index": 0}
+
+    def _frame(self, name: str, /, **fields: Any) -> bytes:
+        number, self._number = self._number, self._number + 1
+        return frame({"type": name, "sequence_number": number, **fields}, name)
+
+    def _response(self) -> dict[str, Any]:
+        """The response so far."""
+        use = self.request.tool_use
+        named = {"type": "function", "name": use.named}
+        is_cut = self._status == "incomplete"
+        return {
+            "id": f"resp_{self.origin.digits}",
+            "object": "response",
+            "created_at": self.origin.created,
+            "status": self._status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "model": self.service.model,
+            "output": self._output,
+            "parallel_tool_calls": use.has_many,
+            "store": False,
+            "tool_choice": named if use.named else use.choice,
+            "tools": [tool.model_dump() for tool in self._fields.tools or ()],
+            "usage": None if self._status == "in_progress" else self._usage(),
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        return {
+            "input_tokens": self.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": self.new_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": self.prompt_tokens + self.new_tokens,
+        }
