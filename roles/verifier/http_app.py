@@ -35,7 +35,7 @@ from roles.http.answers import (
 )
 from roles.http.server import STOP_S, serving
 from roles.serving.texts import TokenizingService, Writing
-from roles.verifier.http.answer import Answer, AnswerOrigin, AnswerWriter
+from roles.verifier.http.answer import AnswerOrigin, AnswerWriter, HttpAnswer
 from roles.verifier.http.chat import ChatAnswer
 from roles.verifier.http.completions import CompletionAnswer
 from roles.verifier.http.events import ChoiceBegan, ChoiceEvent
@@ -46,7 +46,7 @@ from wire.address import is_loopback
 from wire.transport import TcpNetwork
 
 _HEALTH, _MESSAGES = "/health", "/v1/messages"
-_INTERFACES: dict[str, Callable[[bytes, AnswerOrigin], Answer]] = {
+_INTERFACES: dict[str, Callable[[bytes, AnswerOrigin], HttpAnswer]] = {
     "/v1/completions": CompletionAnswer,
     "/v1/chat/completions": ChatAnswer,
     "/v1/responses": ResponseAnswer,
@@ -211,7 +211,7 @@ class HttpApp(JsonApp):
 class _Reply:
     """The answer to one request, an ASGI application. Its client may leave at any point."""
 
-    def __init__(self, app: HttpApp, answer: Answer) -> None:
+    def __init__(self, app: HttpApp, answer: HttpAnswer) -> None:
         self._app, self._answer = app, answer
         random = app.world.random
         self._writer = AnswerWriter(

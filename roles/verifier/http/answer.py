@@ -1,7 +1,7 @@
 """Requests and answers, as all interfaces have them.
 
-An interface reads a body as an ``Answer``, which has an ``AnswerRequest``. ``AnswerWriter`` has the service write its
-texts, and reports ``events``. The answer turns them into a document, or into the frames of a stream.
+An interface reads a body as an ``HttpAnswer``, which has an ``AnswerRequest``. ``AnswerWriter`` has the service write
+its texts, and reports ``events``. The answer turns them into a document, or into the frames of a stream.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ async def _with_end(writing: Writing) -> AsyncIterator[TextPiece | None]:
 # -------------------------------------------------------------------------------------------------------------- answers
 
 
-class Answer(ABC):
+class HttpAnswer(ABC):
     """The answer to one request, in the form of an interface.
 
     Attributes:

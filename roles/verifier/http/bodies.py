@@ -95,15 +95,15 @@ Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 CallId = Annotated[str, Field(min_length=1, max_length=128)]
 
 
-class TextPart(StrictModel):
+class ContentPart(StrictModel):
     type: Literal["text", "input_text", "output_text"]
     text: str
 
 
-TextParts = Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
+ContentParts = Annotated[list[ContentPart], Field(min_length=1, fail_fast=True)]
 
 
-def joined(content: str | list[TextPart] | None) -> str:
+def joined(content: str | list[ContentPart] | None) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
 
 

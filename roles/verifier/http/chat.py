@@ -30,7 +30,7 @@ class _Call(bodies.StrictModel):
 
 class ChatMessage(bodies.StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | bodies.TextParts | None = None
+    content: str | bodies.ContentParts | None = None
     tool_calls: Annotated[list[_Call], Field(fail_fast=True)] | None = None
     tool_call_id: bodies.CallId | None = None
 

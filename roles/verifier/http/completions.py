@@ -16,9 +16,9 @@ from roles.serving.texts import TokenizingService
 from roles.verifier.http import bodies, events
 from roles.verifier.http.answer import (
     MOST_TEXTS,
-    Answer,
     AnswerOrigin,
     AnswerRequest,
+    HttpAnswer,
     fingerprint,
     frame,
     read_schema,
@@ -70,7 +70,7 @@ class CompletionFields(OpenAiFields):
     logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
 
 
-class OpenAiAnswer(Answer):
+class OpenAiAnswer(HttpAnswer):
     """What completions and chats share: usage, choices, and the end of a stream.
 
     Attributes:
@@ -164,11 +164,11 @@ class CompletionAnswer(OpenAiAnswer):
         )
         super().__init__(request, origin, fields)
         self._has_logprobs = fields.logprobs is not None
-        self._tables = dict[int, TokenTable]()
+        self._tables = dict[int, LogprobTable]()
 
     def content(self, choice: events.WrittenChoice) -> dict[str, Any]:
         tokens = [token for event in choice.added for token in event.tokens]
-        logprobs = TokenTable(self.service).rows(tokens, choice.logprobs) if self._has_logprobs else None
+        logprobs = LogprobTable(self.service).rows(tokens, choice.logprobs) if self._has_logprobs else None
         return {"text": choice.text, "logprobs": logprobs}
 
     def frames(self, event: events.ChoiceEvent) -> Iterator[bytes]:
@@ -177,13 +177,13 @@ class CompletionAnswer(OpenAiAnswer):
         elif isinstance(event, events.TextAdded):
             logprobs = None
             if self._has_logprobs:
-                table = self._tables.setdefault(event.index, TokenTable(self.service))
+                table = self._tables.setdefault(event.index, LogprobTable(self.service))
                 logprobs = table.rows(event.tokens, event.logprobs)
             if event.text or (logprobs and event.tokens):
                 yield self.choice_frame(event, logprobs, text=event.text)
 
 
-class TokenTable:
+class LogprobTable:
     """Tokens of one text with their log-probabilities, in the form of completions: a list for each property."""
 
     def __init__(self, service: TokenizingService) -> None:

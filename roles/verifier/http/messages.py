@@ -14,7 +14,15 @@ from p2ptrain.compute.text import Turn
 from roles.http.answers import Problem, wrong
 from roles.serving.texts import TextRequest
 from roles.verifier.http import bodies, events
-from roles.verifier.http.answer import Answer, AnswerOrigin, AnswerRequest, ToolUse, frame, read_tool_use, text_request
+from roles.verifier.http.answer import (
+    AnswerOrigin,
+    AnswerRequest,
+    HttpAnswer,
+    ToolUse,
+    frame,
+    read_tool_use,
+    text_request,
+)
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 _ERRORS = {
@@ -38,7 +46,7 @@ class _Block(bodies.StrictModel):
     name: bodies.Name | None = None
     input: dict[str, Any] | None = None
     tool_use_id: bodies.CallId | None = None
-    content: str | bodies.TextParts | None = None
+    content: str | bodies.ContentParts | None = None
 
 
 class _Message(bodies.StrictModel):
@@ -59,7 +67,7 @@ class _ToolChoice(bodies.StrictModel):
 
 class CountFields(bodies.SamplingFields):
     messages: Annotated[list[_Message], Field(min_length=1, max_length=4096, fail_fast=True)]
-    system: str | bodies.TextParts | None = None
+    system: str | bodies.ContentParts | None = None
     tools: Annotated[list[_Tool], Field(fail_fast=True)] | None = None
     tool_choice: _ToolChoice | None = None
 
@@ -125,7 +133,7 @@ def _tool_use(fields: CountFields) -> ToolUse:
     )
 
 
-class MessageAnswer(Answer):
+class MessageAnswer(HttpAnswer):
     """The content is a list of blocks, each of them text or a call. A stream opens and closes them in order."""
 
     def __init__(self, body: bytes, origin: AnswerOrigin) -> None:

@@ -12,9 +12,9 @@ from p2ptrain.compute.text import ASSISTANT, Turn
 from roles.http.answers import Problem
 from roles.verifier.http import bodies, events
 from roles.verifier.http.answer import (
-    Answer,
     AnswerOrigin,
     AnswerRequest,
+    HttpAnswer,
     ToolUse,
     frame,
     read_schema,
@@ -28,11 +28,11 @@ class _Item(bodies.StrictModel):
 
     type: Literal["message", "function_call", "function_call_output"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | bodies.TextParts | None = None
+    content: str | bodies.ContentParts | None = None
     call_id: bodies.CallId | None = None
     name: bodies.Name | None = None
     arguments: str | None = None
-    output: str | bodies.TextParts | None = None
+    output: str | bodies.ContentParts | None = None
 
 
 _NEEDED = {
@@ -99,7 +99,7 @@ class ResponseFields(bodies.SamplingFields):
         return read_schema(wanted, schema, "text.format.schema")
 
 
-class ResponseAnswer(Answer):
+class ResponseAnswer(HttpAnswer):
     """The output is a list of items: messages, and calls of functions. A stream opens and closes them in order."""
 
     def __init__(self, body: bytes, origin: AnswerOrigin) -> None:
