@@ -154,16 +154,21 @@ class JobObserver:
 
 
 async def create_job(client: SeedRequests, name: str, label: str, profile: Profile, console: Console) -> str:
-    """Create a job, with what its placement needs to know of a split model, and say so."""
-    from p2ptrain.cluster.models import shape_if_known
-
+    """As ``send_job``, and say so."""
     if text := warm_up_problem(profile):
         console.event("warning", text)
-    shape = await asyncio.to_thread(shape_if_known, profile, console) if profile.pipeline.stages > 1 else None
-    more = {} if shape is None else {"shape": shape.to_map()}
-    job = await client.create_job(name, label, profile.to_spec(), **more)
+    job = await send_job(client, name, label, profile, console)
     console.event("info", f"created job {name} ({job}) from profile {label}")
     return job
+
+
+async def send_job(client: SeedRequests, name: str, label: str, profile: Profile, console: Console) -> str:
+    """Create a job, with what its placement needs to know of a split model. Return its id."""
+    from p2ptrain.cluster.models import shape_if_known
+
+    shape = await asyncio.to_thread(shape_if_known, profile, console) if profile.pipeline.stages > 1 else None
+    more = {} if shape is None else {"shape": shape.to_map()}
+    return await client.create_job(name, label, profile.to_spec(), **more)
 
 
 def warm_up_problem(profile: Profile) -> str:

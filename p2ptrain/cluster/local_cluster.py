@@ -1,4 +1,4 @@
-"""A cluster on this machine, for ``up``, ``chaos`` and ``bench``: a seed and other peers, each as a process.
+"""A cluster on this machine, for ``up``, ``chaos``, ``bench`` and programs: a seed and other peers, each a process.
 
 A peer leaves when its standard input is closed. So peers also leave if this process is killed, on every operating
 system. Ctrl+C at the terminal reaches only this process, which then ends the peers in order.
@@ -13,17 +13,21 @@ import random
 import signal
 import socket
 import sys
+import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from p2ptrain.cluster.access import open_operator, operator
+from p2ptrain.cluster.client import AsyncClient, Client
+from p2ptrain.cluster.loops import ServiceThread
 from p2ptrain.cluster.running import announce_seed
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConnectionLost, JobFailed, NetworkError, StorageError, UserError
+from p2ptrain.core.ids import new_id
 from p2ptrain.core.text_files import STDLIB, STDLIB_PARTS, find_files
 from wire.address import DEFAULT_PORT, format_address
 from wire.records import ABSENT_STATES, PeerInfo, ServingInfo
@@ -160,7 +164,13 @@ async def end_all(children: Sequence[PeerProcess]) -> None:
 class LocalCluster:
     """A seed and peers with their state below ``root``.
 
+    A command starts and ends them one by one. A program uses ``with`` or ``async with``: within the block the seed and
+    ``workers`` run, and ``client`` or ``async_client`` is connected. The end of the block ends them in order, also
+    after Ctrl+C.
+
     Args:
+        root: directory; None: a new one in ``p2ptrain-runs``.
+        workers: of the block. model: directory of a checkpoint that a verifier serves in the block; empty: none.
         port: of the seed; 0: a free one, or, with ``announce``, the usual one if it is free when the seed starts.
         web: where the seed answers HTTP, as ``up --web`` says; None: nowhere.
         announce: let commands of this user find the seed.
@@ -169,23 +179,64 @@ class LocalCluster:
         peers: the processes besides the seed, by name; of each name the newest one.
         started: all processes so far.
         url: of the seed's page, once it is started.
+        client, async_client: of the block of ``with``, or of ``async with``.
     """
 
     def __init__(
         self,
-        root: Path,
+        root: str | Path | None = None,
         port: int = 0,
         *,
+        workers: int = 2,
+        model: str | Path = "",
         tls: bool = False,
         web: tuple[str, int] | None = None,
         announce: bool = False,
     ) -> None:
-        self.root, self.tls, self.web, self.url = root, tls, web, ""
+        self.root = new_run_directory("cluster") if root is None else Path(root).absolute()
+        self.tls, self.web, self.url = tls, web, ""
         self.port = port or (0 if announce else free_port())
-        self._announce, self._announcement = announce, ExitStack()
+        self._announcement = ExitStack() if announce else None
         self._seed: PeerProcess | None = None
         self.peers: dict[str, PeerProcess] = {}
         self.started: list[PeerProcess] = []
+        self._workers, self._model = workers, model and str(Path(model).absolute())
+        self._block, self._async_block = ExitStack(), AsyncExitStack()
+
+    def __enter__(self) -> Self:
+        thread = ServiceThread("local cluster", children=True)
+        with ExitStack() as stack:
+            stack.callback(thread.close)
+            stack.callback(lambda: thread.call(self.end()))
+            thread.call(self.start())
+            self.client = stack.enter_context(Client(self.address, state=self.root))
+            self._block = stack.pop_all()
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self._block.close()
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self.end)
+            await self.start()
+            self.async_client = await stack.enter_async_context(AsyncClient(self.address, state=self.root))
+            self._async_block = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *problem: object) -> None:
+        await self._async_block.aclose()
+
+    async def start(self) -> None:
+        """Start the seed, the workers and the verifier of the block, and wait until all are ready. Raises
+        ``P2PTrainError``."""
+        await self.start_seed()
+        if self._workers:
+            await self.start_workers(self._workers)
+        if self._model:
+            await self.start_peer("verifier", 1, "--role", "verifier", "--model", self._model)
+            await self.wait_until_serving({"verifier"})
+        await self.wait_until_joined(set(self.peers))
 
     @property
     def address(self) -> str:
@@ -235,7 +286,7 @@ class LocalCluster:
                 raise failure
         ready_event = json.loads(ready)
         self.port, self.url = int(ready_event["port"]), str(ready_event.get("http", ""))
-        if self._announce:
+        if self._announcement is not None:
             self._announcement.enter_context(announce_seed((LOOPBACK, self.port), self.root))
         return seed
 
@@ -363,7 +414,13 @@ class LocalCluster:
         """End all processes, the seed last, so that it records what the others saved. May be called twice."""
         await end_all(list(self.peers.values()))
         await end_all([self._seed] if self._seed is not None else [])
-        self._announcement.close()
+        if self._announcement is not None:
+            self._announcement.close()
+
+
+def new_run_directory(name: str) -> Path:
+    """A directory for a run of a program, which does not exist yet."""
+    return Path("p2ptrain-runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{new_id()[:4]}").absolute()
 
 
 def own_texts(profile: Profile, workers: int, data: list[str]) -> tuple[str, ...]:

@@ -48,11 +48,16 @@ def load_for(
     from configs.loader import load
 
     loaded = load(name, os.environ, sets, {"job.workers": (workers, f"--workers {workers}"), **(usual or {})})
-    wanted, source = loaded.profile.job.workers, loaded.sources["job.workers"]
-    if wanted <= workers:
-        return loaded.profile
-    remedy = f"give --workers {wanted}, or --set job.workers={workers}"
-    raise UserError(f"{source}: the job needs {wanted} workers to begin, and {workers} would be started", remedy=remedy)
+    check_workers(loaded.profile, workers, loaded.sources["job.workers"])
+    return loaded.profile
+
+
+def check_workers(profile: Profile, workers: int, source: str) -> None:
+    """Refuse a job that needs more workers to begin. ``source``: of that number. Raises ``UserError``."""
+    if (wanted := profile.job.workers) > workers:
+        remedy = f"give --workers {wanted}, or --set job.workers={workers}"
+        text = f"{source}: the job needs {wanted} workers to begin, and {workers} would be started"
+        raise UserError(text, remedy=remedy)
 
 
 def resolve_inputs(profile: Profile, *, download: bool = False, quiet: bool = False) -> Profile:

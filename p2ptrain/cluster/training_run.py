@@ -129,14 +129,22 @@ async def train(
 class TrainingRun:
     """The processes of one ``up``, and their progress.
 
+    Args:
+        on_step: shows a step: the console, the step's metrics, the number of all steps, and a label; default: one line.
+
     Attributes:
         view: it has the terminal, and shows warnings and errors; None: the console shows everything.
     """
 
     def __init__(
-        self, plan: TrainingPlan, cluster: LocalCluster, console: Console, on_served: Callable[[ServedPair], object]
+        self,
+        plan: TrainingPlan,
+        cluster: LocalCluster,
+        console: Console,
+        on_served: Callable[[ServedPair], object],
+        on_step: Callable[[Console, MetricRow, int, str], object] = show_step,
     ) -> None:
-        self.cluster = cluster
+        self.cluster, self._on_step = cluster, on_step
         self.view: FullScreenView | None = None
         self._plan, self._console, self._on_served = plan, console, on_served
         self._workers: list[PeerProcess] = []
@@ -226,7 +234,7 @@ class TrainingRun:
         def on_step(row: MetricRow) -> None:
             self._has_begun = True
             if self.view is None and observer.info is not None:
-                show_step(self._console, row, observer.info.steps_total, label)
+                self._on_step(self._console, row, observer.info.steps_total, label)
 
         self._observers[role] = observer = JobObserver(job, on_step=on_step)
         await observer.begin(self.client)

@@ -70,6 +70,8 @@ def loaded_by(code: str) -> set[str]:
         ),
         ("import roles.seed.run", HEAVY | SCREEN | WEB | {"numpy"}),
         ("import tui.app", HEAVY | WEB),
+        ("import p2ptrain", LIGHT | {"typer", "platformdirs"}),
+        ("import p2ptrain; p2ptrain.Client, p2ptrain.LocalCluster, p2ptrain.train", HEAVY | SCREEN | WEB),
         ("import roles.serving.texts", HEAVY | SCREEN | WEB | {"pydantic"}),
         ("import roles.verifier.http_app, roles.web.serving", HEAVY | SCREEN),
     ],
