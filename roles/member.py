@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from p2ptrain.core.disk import Disk, Lock, write_atomic
 from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused, StorageError, UserError, first_error
@@ -56,7 +56,7 @@ from wire.messages import (
 from wire.text_messages import DrafterAddress, DrafterList, Serving
 
 MAX_SLOTS = 64
-PURPOSES = {"verifier": ("generate",), "drafter": ("draft",)}
+PURPOSES = {"verifier": ("generate", "http"), "drafter": ("draft",)}
 """Role → the purposes for which its members are dialled."""
 ASK_S = 5.0
 """For the seed to arrange a circuit: it only sends messages."""
@@ -68,6 +68,8 @@ ALLOW = "allow"
 
 Serve = Callable[[Connection, Hello], Awaitable[None]]
 """Serves one caller until it returns or raises ``P2PTrainError``. Cancelled when the member leaves."""
+Program: TypeAlias = "Callable[[ServingMember], Awaitable[None]]"
+"""What a ``ServingMember`` runs until it leaves."""
 Judge = Callable[[Hello], Refuse | None]
 """Returns the refusal of a caller, or None to admit it."""
 
@@ -384,7 +386,7 @@ class ServingMember(MemberProcess):
         identity: Identity,
         options: MemberOptions,
         *,
-        program: Callable[[ServingMember], Awaitable[None]],
+        program: Program,
         notify: Notify,
         membership: RunMembership | None = None,
     ) -> None:
@@ -449,7 +451,7 @@ class ServingMember(MemberProcess):
 
     def _make_heartbeat(self) -> Heartbeat:
         state, stats = "building", self._machine_stats()
-        if serving := self._serving():
+        if serving := [model for model in self._serving() if model.is_ready]:
             is_busy = any(model.sessions for model in serving)
             state = "waiting" if self._is_waiting() else "serving" if is_busy else "idle"
             stats["tokens_per_s"] = sum(model.stats.get("tokens_per_s", 0.0) for model in serving)

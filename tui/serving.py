@@ -97,7 +97,7 @@ def draw_verifier(
 
 def _title(verifier: Verifier, look_of: Callable[[str], Look], width: int) -> Row:
     info, look = verifier.info, look_of(verifier.info.peer)
-    row = [Span(f"{look.symbol} ", look.role), Span(f"{fit(info.name, 24)}  ", "strong"), Span(fit(info.model, 40))]
+    row = [Span(f"{look.symbol} ", look.role), Span(f"{fit(info.name, 24)}  ", "strong"), Span(fit(info.label, 40))]
     written = verifier.figure("tokens") or 0.0
     parts = ["idle" if verifier.idle else fmt.plural(info.sessions, "text")]
     if waiting := verifier.figure("waiting"):

@@ -17,7 +17,7 @@ from typing import Any
 import msgpack
 
 from p2ptrain.core.errors import ProtocolError
-from wire import chain_messages, job_messages, messages, text_messages
+from wire import chain_messages, http_messages, job_messages, messages, text_messages
 from wire.frame import CONTROL_FRAME_BYTES, LAST_HANDSHAKE_KIND
 from wire.messages import PROTOCOL_VERSION, Hello, Message, Welcome
 from wire.schema import instance_untrusted
@@ -33,7 +33,7 @@ COMPRESS_FROM_BYTES = 16 << 10
 MAX_BODY_BYTES = 256 << 10
 """Longest body of a control frame after it was decompressed."""
 
-MODULES = (messages, job_messages, chain_messages, text_messages)
+MODULES = (messages, job_messages, chain_messages, text_messages, http_messages)
 MESSAGE_TYPES: dict[int, type[Message]] = {
     item.KIND: item
     for module in MODULES

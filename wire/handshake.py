@@ -72,6 +72,7 @@ PERMITTED = MappingProxyType(
         "give": frozenset({"operator", "verifier"}),
         "draft": frozenset({"verifier"}),
         "generate": frozenset({"operator"}),
+        "http": frozenset({"seed"}),
     }
 )
 """Purpose → roles that permit it. The certificate must name one of them. So must the ``Hello`` if it names any
@@ -195,6 +196,7 @@ async def dial(
     timeout_s: float,
     expect_peer: str = "",
     expect_role: str = "",
+    direct_only: bool = False,
 ) -> tuple[Connection, Welcome]:
     """Connect, send ``hello``, and wait for the ``Welcome``. Any failure, also cancellation, closes the connection.
 
@@ -206,6 +208,7 @@ async def dial(
         expect_peer, expect_role: what the peer's certificate must name, over TLS. If it does not, ``hello`` is not
             sent, the peer gets the reason, and ``Refused`` ("wrong-identity") is raised. A plain connection has no
             certificate: it is on the loopback, and the machine is trusted. Its ``Welcome`` must name ``expect_peer``.
+        direct_only: the peer is not dialled over a circuit as well.
 
     Raises:
         Unreachable, Refused, ProtocolError, DeadlineExceeded, ConnectionLost: those of the address.
@@ -213,7 +216,7 @@ async def dial(
     now = asyncio.get_running_loop().time
     deadline = now() + timeout_s
     at = partial(_dial_at, network, port=port, hello=hello, expect_peer=expect_peer, expect_role=expect_role)
-    if not expect_peer or peer_of_host(host):
+    if not expect_peer or direct_only or peer_of_host(host):
         return await at(host, timeout_s=timeout_s)
     direct = asyncio.create_task(at(host, timeout_s=timeout_s), name="dial")
     tasks = [direct]

@@ -12,7 +12,8 @@ Messages are frozen dataclasses. ``PROTOCOL_VERSION`` is the version of all of t
     end of a circuit → meeting point    JoinCircuit → CircuitJoined | Refuse
 
 Other conversations have modules of their own: ``wire.job_messages`` (the seed and the workers of a job),
-``wire.chain_messages`` (split models), ``wire.text_messages`` (text and speculation).
+``wire.chain_messages`` (split models), ``wire.text_messages`` (text and speculation), ``wire.http_messages`` (requests
+of HTTP clients).
 
 A message is encoded as a msgpack map of its fields; the frame's ``kind`` names the class. Decoding checks every type
 and bound (``wire.codec``). An unknown, missing or ill-typed field is a ``ProtocolError``.
@@ -26,7 +27,7 @@ from typing import Annotated, Any, ClassVar
 
 from wire.schema import Bound, Count, Declared, Host, Id, Port, Record
 
-PROTOCOL_VERSION = 21
+PROTOCOL_VERSION = 22
 MAX_TERM = 1 << 13
 """Limit of a seed's terms: a generation of term t is above t << 40, and every number must be below 2**53."""
 
@@ -67,6 +68,7 @@ class Hello(Message, kind=1):
             ``enrol``: a newcomer to a seed, for a certificate. ``chain``: a client to a worker of a split model.
             ``stage``: a stage to the next one. ``model``, ``give``: to fetch and to send tensors
             (``roles.worker.stages``). ``generate``: a client to a verifier. ``draft``: a verifier to a drafter.
+            ``http``: a seed to a verifier, with one request of an HTTP client.
         job, generation: the view that the caller believes in; empty and 0 without one. For ``stage``: the session, and
             the index of the stage that is called. For ``model`` and ``give``: the model, and 0.
         port: where this peer listens for other peers; 0 if it does not.

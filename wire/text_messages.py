@@ -268,6 +268,8 @@ class ServingFacts(Declared):
         stats: figures of the last seconds, and totals, by name (tokens_per_s, alpha, accepted_length, ...).
         drafters: of a verifier.
         weights: tells models of the same name apart (``TensorTable.fingerprint``).
+        loaded: share of the model that is loaded; below 1 it writes no text yet.
+        upstream: an existing HTTP server writes the text, and the verifier passes requests on to it.
     """
 
     model: Annotated[str, Bound(1, MODEL_CHARS)]
@@ -279,6 +281,23 @@ class ServingFacts(Declared):
     stats: Annotated[dict[StatName, Figure], Bound(0, 64)] = field(default_factory=dict)
     drafters: Annotated[list[DrafterFigures], Bound(0, MAX_DRAFTERS)] = field(default_factory=list)
     weights: ContentIdOrNone = ""
+    loaded: Share = 1.0
+    upstream: bool = False
+
+    @property
+    def is_ready(self) -> bool:
+        return self.loaded >= 1
+
+    @property
+    def state(self) -> str:
+        """For people; empty: as usual."""
+        if self.upstream:
+            return "upstream" if self.is_ready else "upstream, away"
+        return "" if self.is_ready else f"loading, {self.loaded:.0%}"
+
+    @property
+    def label(self) -> str:
+        return f"{self.model} ({self.state})" if self.state else self.model
 
 
 class Serving(ServingFacts, Message, kind=68):

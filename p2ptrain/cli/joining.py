@@ -26,7 +26,7 @@ from p2ptrain.core.hours import OpenHours
 from p2ptrain.core.texts import human_seconds
 from p2ptrain.core.threads import SlowThreads
 from p2ptrain.core.world import LoopClock, World, real_world
-from roles.member import Identity, MemberOptions, claim
+from roles.member import Identity, MemberOptions, Program, ServingMember, claim
 from roles.seed_link import RetryTimeS, is_transient, until_reached
 from roles.worker.build import capabilities
 from wire.address import format_address
@@ -169,6 +169,18 @@ def member_options(options: JoinOptions, context: JoinContext, **more: Scalar) -
         retry_time_s=context.retry_time_s,
         circuits=context.circuits,
     )
+
+
+def serving_member(options: JoinOptions, program: Program, context: JoinContext) -> MemberRun:
+    """A verifier or a drafter that runs ``program``."""
+    return ServingMember(
+        world_of(options, context),
+        context.identity,
+        member_options(options, context, weight=options.weight),
+        program=program,
+        notify=context.notify,
+        membership=context.access.member,
+    ).run
 
 
 def _network(options: JoinOptions) -> CircuitNetwork:

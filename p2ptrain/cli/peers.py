@@ -83,7 +83,7 @@ def _describe_verifier(info: ServingInfo) -> str:
 
     texts = f"{info.sessions} running, {info.stats.get('waiting', 0):.0f} waiting"
     known = [texts, f"{count(info.stats.get('tokens_per_s'))} tok/s", *waits_in_words(info.stats)]
-    return f"{printable(info.name)}, {printable(info.model)}: {', '.join(known)}"
+    return f"{printable(info.name)}, {printable(info.label)}: {', '.join(known)}"
 
 
 def _describe_staleness(peer: PeerInfo) -> str:

@@ -175,7 +175,7 @@ async def _serve(options: SeedOptions, first_job: Profile | None, *, encrypted: 
         tracker_environ=os.environ,
         on_alarm=partial(console.event, "error"),
         policy=options.pool,
-        circuits=circuits if circuits.limits.circuits else None,
+        circuits=circuits,
     )
     async with serving as listening, AsyncExitStack() as stack:
         bound, port = listening.address

@@ -8,14 +8,14 @@ whole, and drafts for the verifiers that dial it (``roles.drafter``).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from math import prod
 from pathlib import Path
 
 from p2ptrain.cli.join_options import JoinOptions
-from p2ptrain.cli.joining import JoinContext, MemberRun, member_options, run_member, world_of
+from p2ptrain.cli.joining import run_member, serving_member
 from p2ptrain.cluster.access import shown_host
 from p2ptrain.cluster.console import Console
 from p2ptrain.cluster.models import SplitOptions, config_text
@@ -26,11 +26,12 @@ from p2ptrain.core.adapters import file_of, fingerprint, is_adapter, model_name,
 from p2ptrain.core.errors import ConfigError, NetworkError, ResourceError, UserError
 from p2ptrain.core.tensor_files import ADAPTER_CONFIG, TensorTable
 from p2ptrain.core.texts import human_bytes, printable
-from p2ptrain.core.world import World
+from p2ptrain.core.world import Clock, World
 from roles.background import Background
 from roles.compute_thread import ComputeThread
 from roles.drafter.draft_server import MAX_SESSIONS, DraftServer
 from roles.engine import StageEngine
+from roles.http.passed_requests import answer_request
 from roles.member import ServingMember
 from roles.seed_link import Notify
 from roles.serving.chain import LOOK_S, PoolUpdater, StageChain
@@ -39,10 +40,11 @@ from roles.serving.model import ServedModel
 from roles.serving.worker_peer import ClientContext, WorkerAddress
 from roles.serving.worker_pool import workers_of
 from roles.verifier.drafters import Drafters
+from roles.verifier.http_app import HttpApp
 from roles.verifier.server import serve_texts
 from roles.verifier.service import USUAL_SESSIONS, VerifierService
 from wire.address import format_address
-from wire.text_messages import MODEL_CHARS, MOST_MODELS, DrafterAddress
+from wire.text_messages import MODEL_CHARS, MOST_MODELS, DrafterAddress, Serving
 
 FULL_TEXTS = 4
 """Memory is reserved for so many texts of the usual largest length. Most are shorter, so that more fit."""
@@ -82,18 +84,10 @@ async def check(options: JoinOptions) -> None:
 async def join_to_serve(options: JoinOptions) -> None:
     """Be a verifier or a drafter until Ctrl+C. Raises ``P2PTrainError``, for invalid options before it joins."""
     await check(options)
-
-    def member(context: JoinContext) -> MemberRun:
-        return ServingMember(
-            world_of(options, context),
-            context.identity,
-            member_options(options, context, weight=options.weight),
-            program=partial(serve, options=options, console=context.console),
-            notify=context.notify,
-            membership=context.access.member,
-        ).run
-
-    await run_member(options, member)
+    await run_member(
+        options,
+        lambda context: serving_member(options, partial(serve, options=options, console=context.console), context),
+    )
 
 
 async def serve(member: ServingMember, options: JoinOptions, console: Console) -> None:
@@ -108,6 +102,8 @@ async def serve(member: ServingMember, options: JoinOptions, console: Console) -
 async def _verify(member: ServingMember, options: JoinOptions, console: Console) -> None:
     directories, sessions = options.served_directories, options.sessions or USUAL_SESSIONS
     whole = options.split is None
+    progress = LoadProgress(map(_name_of, directories), member.world.clock)
+    member.serves(progress.describe)
     async with AsyncExitStack() as stack:
         compute = ComputeThread(member.world.threads)
         stack.callback(compute.close)
@@ -125,7 +121,9 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
         if whole:
             adapters = {_name_of(directory): directory for directory in options.adapter_directories}
             most = (2 * sessions + 1) * (1 + len(adapters))  # running ones, and ones that are being closed
-            opened = _local_models(member.world, options, compute, most, console, member.notify, adapters)
+            opened = _local_models(
+                member.world, options, compute, most, console, member.notify, progress.note, adapters
+            )
             loaded = await stack.enter_async_context(opened)
             models = [*loaded, *(AdaptedModel(loaded[0], adapter) for adapter in adapters)]
         else:
@@ -161,6 +159,10 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
 
         member.on_drafters(update_drafters)
         member.answer("generate", partial(serve_texts, services))
+        app = HttpApp(services, member.world, key=None, local=False)  # the seed has checked keys and pages
+        stack.push_async_callback(partial(app.settle, timeout_s=LEAVE_S))
+        stack.callback(app.stop)
+        member.answer("http", partial(answer_request, app))
         digests = [weights for _, _, weights in texts]
         member.serves(
             lambda: [each.describe(weights, http) for each, weights in zip(services, digests, strict=True)],
@@ -174,6 +176,24 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
             if unused := text.unused_settings():
                 member.notify("warning", "unused-settings", unused)
         await asyncio.Event().wait()  # until the member leaves
+
+
+class LoadProgress:
+    """How far the models of a verifier are loaded, as the seed lists them meanwhile."""
+
+    def __init__(self, names: Iterable[str], clock: Clock) -> None:
+        self._served, self._clock = {name: Serving(name, loaded=0.0) for name in names}, clock
+        self._began_at = dict[str, float]()
+
+    def describe(self) -> list[Serving]:
+        return list(self._served.values())
+
+    def note(self, name: str, done_bytes: int, total_bytes: int) -> None:
+        """Note the progress of a model. The time that is left is estimated from the time so far."""
+        loaded = min(round(done_bytes / max(total_bytes, 1), 2), 0.99)  # it writes only after the last byte
+        elapsed_s = self._clock.now() - self._began_at.setdefault(name, self._clock.now())
+        stats = {"ready_s": round(elapsed_s * (1 / loaded - 1), 1)} if loaded else {}
+        self._served[name] = Serving(name, loaded=loaded, stats=stats)
 
 
 async def _leave(service: VerifierService) -> None:
@@ -199,9 +219,15 @@ async def _local_models(
     most_sessions: int,
     console: Console,
     notify: Notify,
+    on_progress: Callable[[str, int, int], None] = lambda name, done_bytes, total_bytes: None,
     adapters: Mapping[str, Path] | None = None,
 ) -> AsyncIterator[list[LocalModel]]:
     directories, engines = options.model_directories, list[tuple[StageEngine, int | None]]()
+
+    def show(directory: Path, done_bytes: int, total_bytes: int) -> None:
+        console.loading(done_bytes, total_bytes)
+        on_progress(_name_of(directory), done_bytes, total_bytes)
+
     try:
         for directory in directories:
             found = await load_local_engine(
@@ -212,7 +238,7 @@ async def _local_models(
                 dtype=options.dtype,
                 weights=options.weights,
                 adapters=adapters,
-                on_bytes=console.loading,
+                on_bytes=partial(show, directory),
             )
             engines.append(found)
     finally:

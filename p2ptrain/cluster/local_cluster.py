@@ -347,7 +347,9 @@ class LocalCluster:
 
     async def wait_until_serving(self, roles: Collection[str]) -> dict[str, Any]:
         """Wait until each of these roles is served; return its ``ServingInfo`` by role. Raises as the above."""
-        return await self._until_listed(ServingInfo, lambda info: info.role, set(roles), "serve")
+        return await self._until_listed(
+            ServingInfo, lambda info: info.role if info.is_ready else "", set(roles), "serve"
+        )
 
     async def _until_listed(self, kind: type[R], key: Callable[[R], str], wanted: set[str], what: str) -> dict[str, R]:
         newest, listed = dict[str, R](), dict[str, R]()  # by id, and by key

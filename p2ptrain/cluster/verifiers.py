@@ -31,7 +31,7 @@ async def dial_verifier(seed: str, model: str, name: str, state: Path | None = N
         remedy = f"{problem.remedy}{between}{_OTHER_WAYS}" if problem.remedy else f"start a cluster, {_OTHER_WAYS}"
         raise Unreachable(problem.message, remedy=remedy) from problem
     try:
-        verifiers = [info for info in await client.serving() if info.role == VERIFIER]
+        verifiers = [info for info in await client.serving() if info.role == VERIFIER and info.is_ready]
         peers = await client.peers() if not verifiers else []
     finally:
         await client.close()
@@ -58,6 +58,10 @@ def choose_verifier(verifiers: Sequence[ServingInfo], name: str, model: str = ""
     if not having:
         what = f"no verifier{called} has the model {model}" if named else f"no verifier is called {name}"
         raise UserError(what, remedy=f"there {'is' if len(shown) == 1 else 'are'} {listed}")
+    if not (writing := [info for info in having if not info.upstream]):
+        text = f"{shown[0].name} passes HTTP requests on to another server, and writes no text for this command"
+        raise UserError(text, remedy="send requests to /v1 of the seed's --http address, or name another verifier")
+    having = writing
     if len({(info.model, info.weights) for info in having}) > 1:
         text = f"verifiers{called} have different models"
         if len({info.peer for info in having}) == 1:

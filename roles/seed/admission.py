@@ -269,7 +269,7 @@ class Acceptor:
             return Refuse(RefusalCode.FULL, f"{MAX_PEERS} peers are connected, the limit", "start another seed")
         began, problem = self._world.clock.now(), ""
         try:
-            await self._dial_back(host, hello.port, hello.peer_id)
+            await (await self.dial(host, hello.port, hello.peer_id, "probe")).close()
         except P2PTrainError as error:
             if is_passing(error):
                 text = f"the seed dialled this machine back: {error.message}"
@@ -287,20 +287,23 @@ class Acceptor:
         closed = old.connection.closed.is_set() or old.connection.close_cause is not None
         return closed or silent_s > 2 * old.detector.heartbeat_s or (old.origin, old.port) == (host, port)
 
-    async def _dial_back(self, host: str, port: int, peer_id: str) -> None:
-        """Check that a peer can be reached. Raises ``P2PTrainError`` if it cannot."""
+    async def dial(self, host: str, port: int, peer_id: str, purpose: str) -> Connection:
+        """Connect to a peer. Raises ``P2PTrainError`` if it cannot be reached, or refuses."""
         identity = self._identity
         hello = local_hello(
             peer_id=identity.cluster_id,
             name=identity.name,
             roles=["seed"],
-            purpose="probe",
+            purpose=purpose,
             cluster=identity.cluster_id,
             term=identity.term,
         )
-        network = self._world.network
-        connection, _ = await dial(network, host, port, hello, timeout_s=DIAL_BACK_S, expect_peer=peer_id)
-        await connection.close()
+        # Only a peer that answers at its own address is one that others dial.
+        probes = purpose == "probe"
+        connection, _ = await dial(
+            self._world.network, host, port, hello, timeout_s=DIAL_BACK_S, expect_peer=peer_id, direct_only=probes
+        )
+        return connection
 
     def _welcome(self, heartbeat_s: float, death_s: float, **more: str) -> Welcome:
         return local_welcome(

@@ -122,6 +122,15 @@ class CircuitBroker:
         circuit = self._order(caller_id, answerer, point, now, tries_direct=tries and point != caller_id)
         return {"circuit": circuit.to_map()}
 
+    async def open_here(self, peer_id: str) -> Circuit:
+        """A circuit from the seed to a peer, which dials the seed for it. Raises ``Refused``."""
+        answerer = self._peers.connected.get(peer_id)
+        if answerer is None:
+            raise Refused("unknown-peer", "it is not connected to the seed", remedy="see p2ptrain peers list")
+        circuit = Circuit(self._world.entropy(32).hex(), "seed", peer_id, CALLER)
+        answerer.send(CircuitOffer(replace(circuit, side=ANSWERER, relay="the seed")))
+        return circuit
+
     async def made(self, params: dict[str, Any], connection: Connection) -> dict[str, Any]:
         """Answer ``circuits.made``: the caller reports the ``way`` of its ``circuit``; empty: the ends did not meet."""
         circuit_id, way = str(params.get("circuit")), params.get("way")

@@ -129,7 +129,7 @@ class Overview:
             stage=stage,
             stages=controller.stages if controller and stage is not None else 1,
             fetched_bytes=peer.newest_fetch.fetched_bytes if peer.newest_fetch else 0,
-            model=clip(", ".join(peer.serving)),
+            model=clip(", ".join(info.label for info in peer.serving.values())),
             sessions=sum(info.sessions for info in peer.serving.values()),
             flops=int(peer.flops or 0),
             part_bytes=peer.offer.memory_bytes,

@@ -353,8 +353,10 @@ class Services:
             **fields,
         )
         before = peer.serving.get(info.model)
-        if before is None and len(peer.serving) >= (MOST_MODELS if peer.role == "verifier" else 1):
+        if info.model not in peer.serving and len(peer.serving) >= (MOST_MODELS if peer.role == "verifier" else 1):
             raise ProtocolError(f"a {peer.role} reported {len(peer.serving) + 1} models")
+        if before is not None and not before.is_ready:
+            before = None  # what is known of the model comes with its last byte
         if before is not None and any(getattr(before, name) != getattr(info, name) for name in _OF_THE_MODEL):
             raise ProtocolError(f"a {peer.role} changed its model {before.model!r} without a new connection")
         peer.serving[info.model] = info
@@ -374,7 +376,7 @@ class Services:
             if {other.role, new.role} != {"verifier", "drafter"}:
                 continue
             verifier, drafter = (new, other) if new.role == "verifier" else (other, new)
-            if drafter.tokenizer not in ("", verifier.tokenizer):
+            if verifier.tokenizer and drafter.tokenizer not in ("", verifier.tokenizer):
                 text = f"{verifier.name} uses {verifier.model}, whose tokenizer differs from that of {drafter.model}"
                 remedy = "that verifier requests no drafts here; use a draft model of the same family"
                 self._peers[drafter.peer].send(EventNotice("warning", "other-tokenizer", f"{text}: {remedy}"))

@@ -228,7 +228,7 @@ async def serving_seed(
         tracker_environ: the environment for ``[track]``, with its keys; None: no job is tracked.
         on_alarm: called with what the person at this machine has to know at once.
         policy: by which the pool gives workers their tasks.
-        circuits: the lowest part of the world's network, with which the seed is the last relay; None: it is none.
+        circuits: the lowest part of the world's network, as of ``Seed``.
 
     Raises:
         UserError: the address or the directory is in use.

@@ -91,7 +91,8 @@ class Seed:
     Args:
         authority: None on a plain seed.
         ticket_host: the address of this machine that tickets carry.
-        circuits: relays the circuits for which there is no other relay; None: none.
+        circuits: reaches peers behind routers, and relays the circuits for which there is no other relay, as far as
+            its limits permit; None: neither.
         request_backup: asks for a backup of the store soon.
         on_alarm: called with what the person at this machine has to know at once.
         check_profile: raises ``Refused`` if the seed cannot run a new job with this profile.
@@ -119,7 +120,10 @@ class Seed:
         self.announcements = Announcements(clock, store, lambda topic, item_id: self.overview.render(topic, item_id))
         self.peers = PeerTable()
         self.survey = Survey(clock, self.peers.connected)
-        self.circuits = CircuitBroker(world, self.peers, circuits, self._on_direct)
+        relay = circuits if circuits is not None and circuits.limits.circuits else None
+        self.circuits = CircuitBroker(world, self.peers, relay, self._on_direct)
+        if circuits is not None:
+            circuits.request = self.circuits.open_here
         self._direct: set[frozenset[str]] = set()  # pairs whose link is about to be measured again
         self.checkpoints = CheckpointCatalogue(
             store, clock, self.peers, self.announcements, lambda job: self.jobs.post_checkpoints(job)

@@ -192,6 +192,7 @@ class VerifierService(ModelTextService):
         """Figures by name, as of ``VerifierFigures.as_map`` and ``RecentPace.as_map``."""
         now = self._now()
         counts = {"waiting": float(self._places.waiting), "preemptions": float(self._served.preemptions)}
+        counts["places"] = float(self._most_texts)
         return counts | self._figures.as_map(now, self.cost_model.step_s) | self._pace.as_map(now)
 
     def describe(self, weights: str, http: str) -> Serving:

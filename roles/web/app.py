@@ -31,6 +31,7 @@ from roles.web.endpoints import IDEMPOTENCY_KEY, READ, ROOT, AfterStep, Call, Cr
 from roles.web.page import page
 from roles.web.prometheus import CONTENT_TYPE, exposition
 from roles.web.routes import ENDPOINTS
+from roles.web.text_gateway import OTHER_PATHS, TextGateway
 from wire import messages
 from wire.client import SeedClient, SeedRequests
 from wire.records import JobInfo
@@ -100,6 +101,7 @@ async def follow(
 
 _WITHOUT_KEY = (f"{ROOT}/openapi.json", f"{ROOT}/docs")
 _KEY_PREFIX = "bearer."
+_OPERATE = "use the operator key"
 SUBPROTOCOL = "p2ptrain.v1"
 TRY_AGAIN = 1013
 """Close code: the seed is away for a moment."""
@@ -164,6 +166,7 @@ class WebApp(JsonApp):
         more: endpoints besides those of every seed.
         keys: with ``READ`` or ``OPERATE`` each; None: none is needed.
         names: of this machine; empty: only the loopback's.
+        texts: passes requests for texts on; None: they are refused.
     """
 
     def __init__(
@@ -174,6 +177,7 @@ class WebApp(JsonApp):
         more: Sequence[Endpoint] = (),
         keys: Keys | None = None,
         names: Collection[str] = (),
+        texts: TextGateway | None = None,
     ) -> None:
         self._overview, self._client, self._keys, self._names = overview, client, keys, names
         self._call = partial(Call, overview, client, create_job)
@@ -189,20 +193,28 @@ class WebApp(JsonApp):
             Route(f"{ROOT}/docs", RedirectResponse("../../docs.html", 302), methods=["GET"]),
             WebSocketRoute(f"{ROOT}/metrics/stream/{{job}}", self._stream),
             Route("/metrics", self._prometheus, methods=["GET"]),
+            *(texts.routes() if texts is not None else ()),
             Mount("/", page()),
         ]
         super().__init__([*declared, *others], _problem_of)
+        if texts is not None:
+            texts.stopping = self.stopping
 
     def let_in(self, asked: HTTPConnection) -> None:
         remedy = "use an address or a name of this machine, and its own page"
         refuse_pages(asked.headers, remedy, own_only=True, names=self._names)
         path, offered = asked.scope["path"], asked.scope.get("subprotocols", ())
-        if self._keys is None or path in _WITHOUT_KEY or not path.startswith((ROOT, "/metrics")):
+        writes = path.startswith(("/v1/", *OTHER_PATHS))
+        if self._keys is None or path in _WITHOUT_KEY or not (writes or path.startswith((ROOT, "/metrics"))):
             return
         shown = [f"Bearer {name.removeprefix(_KEY_PREFIX)}" for name in offered if name.startswith(_KEY_PREFIX)]
+        if writes and "x-api-key" in asked.headers:  # of Anthropic's clients
+            shown = [f"Bearer {asked.headers['x-api-key']}"]
         permit = self._keys.permit(asked.headers.get("authorization") or "".join(shown[:1]))
+        if permit == READ and writes:
+            raise Problem(403, "this key may only look, not write texts", code="read_only", remedy=_OPERATE)
         if permit == READ and asked.scope.get("method", "GET") not in ("GET", "HEAD"):
-            raise Problem(403, "this key may only read", code="read_only", remedy="use the operator key")
+            raise Problem(403, "this key may only read", code="read_only", remedy=_OPERATE)
 
     async def _endpoint(self, endpoint: Endpoint, request: Request) -> Response:
         query = read_query(endpoint.query, request.query_params)

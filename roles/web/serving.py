@@ -26,6 +26,7 @@ from roles.seed.authority import Authority
 from roles.seed.server import Seed
 from roles.web.app import LocalRequests, WebApp
 from roles.web.endpoints import OPERATE, READ, CreateJob, Endpoint
+from roles.web.text_gateway import TextGateway
 from wire.address import format_address, is_loopback
 from wire.credentials import SERVER_LIFETIME_S, server_names
 from wire.transport import TcpNetwork
@@ -105,7 +106,11 @@ async def serving_web(
             read, operate = (path.name for path in keys.values())
             where = f"paste the key from {operate} on the seed's machine ({read} to look only)"
             access = Keys(dict(zip(keys, needed, strict=True)), where)
-        app = WebApp(seed.overview, LocalRequests(seed), create_job, more, access, allowed)
+        acceptor = seed.acceptor
+        texts = TextGateway(
+            seed.overview.serving_infos, lambda info: acceptor.dial(info.host, info.port, info.peer, "http")
+        )
+        app = WebApp(seed.overview, LocalRequests(seed), create_job, more, access, allowed, texts)
         await stack.enter_async_context(serving(app, sock, tls=tls, websockets=True))
         url = f"{'http' if tls is None else 'https'}://{format_address(shown, port)}"
         if tls is not None and keys:

@@ -149,7 +149,8 @@ async def serving(
             at = None
             while at is None:
                 answer = await cluster.ask("serving.list")
-                at = next((ServingInfo.from_map_untrusted(item) for item in answer["serving"]), None)
+                listed = [ServingInfo.from_map_untrusted(item) for item in answer["serving"]]
+                at = next((info for info in listed if info.is_ready), None)
                 await asyncio.sleep(0.05)
             context = ClientContext(real_world(cluster.network), "1" * 32, "client", cluster.address[0])
             served.client = await VerifierClient.dial(context, at)
@@ -233,7 +234,7 @@ async def test_verifier_of_two_models_writes_with_the_one_that_is_named(tmp_path
         while len(verifiers) < 2:
             answer = await served.cluster.ask("serving.list")
             listed = [ServingInfo.from_map_untrusted(item) for item in answer["serving"]]
-            verifiers = [info for info in listed if info.role == "verifier"]
+            verifiers = [info for info in listed if info.role == "verifier" and info.is_ready]
         for at, tokens in zip(verifiers, expected, strict=True):
             context = ClientContext(real_world(served.cluster.network), "1" * 32, "client", served.cluster.address[0])
             await served.client.close()

@@ -196,6 +196,10 @@ def test_which_verifier(command: Command, fake_seed: Any, verifier: Verifier) ->
     assert "small one (other, weights , id bbbbbbbbbbbb)" in command(*ask).err
     assert command(*ask, "--verifier", "big one").code == 0
     assert "no verifier is called x" in command(*ask, "--verifier", "x").err
+    passing = verifier.record(name="ollama", peer="c" * 12, upstream=True)
+    fake_seed.answers["serving.list"] = {"serving": [passing, verifier.record(), verifier.record(loaded=0.5)]}
+    assert command(*ask).code == 0, "one writes itself"
+    assert "ollama passes HTTP requests on" in command(*ask, "--verifier", "ollama").err
     twin = verifier.record(peer="b" * 12, port=1, weights="1234567890")
     fake_seed.answers["serving.list"] = {"serving": [twin, verifier.record(weights="abcdefghij")]}
     assert "verifiers called big one have different models" in command(*ask, "--verifier", "big one").err

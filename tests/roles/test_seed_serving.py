@@ -81,6 +81,21 @@ def test_no_more_drafters_are_told_of_than_a_verifier_takes() -> None:
     assert [peer_id for peer_id, _ in sent.reported[-1]] == ids[:MAX_DRAFTERS], "those that were here first"
 
 
+def test_facts_of_a_model_come_when_it_is_loaded_and_stay() -> None:
+    links: dict[str, ConnectedPeer] = {}
+    services = Services(links, lambda *ids: None)
+    links["v1"], _ = link("v1", "verifier")
+    links["d1"], drafter = link("d1", "drafter")
+    services.reported(links["d1"], dataclasses.replace(SERVING, tokenizer="other"))
+    services.reported(links["v1"], Serving("big", loaded=0.0))
+    services.reported(links["v1"], Serving("big", loaded=0.5))
+    assert drafter.messages == [], "its tokenizer is not known yet"
+    services.reported(links["v1"], Serving("big", 100, 0, "ab"))
+    assert [type(message).__name__ for message in drafter.messages] == ["EventNotice"]
+    with pytest.raises(ProtocolError, match="changed its model"):
+        services.reported(links["v1"], Serving("big", 101, 0, "ab"))
+
+
 # ------------------------------------------------------------------------------------------------------------ the seed
 
 

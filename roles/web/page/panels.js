@@ -25,6 +25,11 @@ export function verbsOf(job) {
   return [...verbs, ["Save", "save"], ["Cancel", "cancel"]];
 }
 
+function servedModel({ model, upstream, loaded = 1 }) {
+  if (upstream) return `${model} (upstream${loaded < 1 ? ", away" : ""})`;
+  return loaded < 1 ? `${model} (loading, ${format.percent(loaded)})` : model;
+}
+
 function memory(peer) {
   const [used, all] = [peer.memory_bytes, peer.memory_total_bytes];
   return all ? { text: format.usedOf(used, all), bar: used / all } : UNKNOWN;
@@ -161,7 +166,7 @@ export class Panels {
       [
         column("Name", named),
         column("Role", (item) => text(item.role)),
-        column("Model", (item) => text(item.model, 60)),
+        column("Model", (item) => text(servedModel(item), 60)),
         column("Address", (item) => text(item.http || `${item.host}:${item.port}`), "wide"),
         number("Texts", (item) => format.whole(item.sessions)),
         number("Waiting", (item) => format.whole(item.stats?.waiting)),

@@ -1,0 +1,232 @@
+"""The cluster's ``/v1`` at the seed: it passes each HTTP request on to a verifier, whose application answers it.
+
+The seed reads only the model and the beginning of the conversation. A request goes to the least busy verifier of its
+model; but requests with the same beginning go to the same one, which has that beginning in its cache, while it is at
+most ``SLACK`` busier. If a verifier is lost or refuses before the first byte of its answer, the next one is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+from urllib.parse import quote
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from p2ptrain.core.errors import P2PTrainError
+from p2ptrain.core.texts import shortened
+from roles.http.answers import HEADERS, RETRY_AFTER_S, Problem, json_bytes, json_response, read_body, while_wanted
+from roles.http.passed_requests import ASKED_HEADERS, pass_request, pick_headers
+from wire.connection import Connection
+from wire.http_messages import MOST_HTTP_BYTES, TARGET_CHARS, HttpHead, HttpRequest
+from wire.records import ServingInfo
+
+SLACK = 0.5
+"""Share of a verifier's places by which it may be busier than the least busy one, and still gets the requests whose
+beginning it knows: to compute a long beginning again takes longer than to wait for some texts."""
+USUAL_PLACES = 16.0
+MOST_REQUESTS = 128
+"""Most requests that are passed on at a time."""
+LONGEST_RETRY_S = 60
+OTHER_PATHS = ("/tokenize", "/detokenize")
+_METHODS = ["GET", "POST", "DELETE"]
+_BUSY = (429, 503)
+"""Statuses with which another verifier is asked: this one is busy, leaves, or has lost its workers."""
+
+
+class Beginning(BaseModel):
+    """What the seed reads of a body; its verifier checks the rest."""
+
+    model: str = ""
+    system: Any = None
+    instructions: Any = None
+    messages: Any = None
+    input: Any = None
+    prompt: Any = None
+
+    def digest(self) -> bytes:
+        """Of the model and the first two messages, or the first 1024 characters of a prompt."""
+        parts = [self.messages, self.input, self.prompt]
+        first = [part[:2] if isinstance(part, list) else str(part)[:1024] for part in parts]
+        return hashlib.blake2b(repr([self.model, self.system, self.instructions, first]).encode()).digest()
+
+
+def read_beginning(body: bytes) -> Beginning:
+    """Read the beginning. A body that has none, or is no JSON, is for any verifier to refuse."""
+    try:
+        return Beginning.model_validate_json(body or b"{}")
+    except ValidationError:
+        return Beginning()
+
+
+class TextGateway:
+    """See the module's docstring.
+
+    Args:
+        served: returns what verifiers and drafters serve now.
+        dial: connects to a verifier for one request. Raises ``P2PTrainError``.
+
+    Attributes:
+        under_way: requests of each ``ServingInfo``, by its id.
+        stopping: is set when the endpoint ends.
+    """
+
+    def __init__(
+        self, served: Callable[[], Sequence[ServingInfo]], dial: Callable[[ServingInfo], Awaitable[Connection]]
+    ) -> None:
+        self._served, self.dial = served, dial
+        self.under_way = Counter[str]()
+        self.stopping = asyncio.Event()
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/v1/models/{model:path}", self._one_model, methods=["GET"]),
+            *(Route(path, self._pass_on, methods=_METHODS) for path in ("/v1/{path:path}", *OTHER_PATHS)),
+        ]
+
+    async def _models(self, request: Request) -> Response:
+        cards = {info.model: model_card(info) for info in self._verifiers() if info.is_ready}
+        return json_response({"object": "list", "data": list(cards.values())})
+
+    async def _one_model(self, request: Request) -> Response:
+        found = self._having(request.path_params["model"])
+        return json_response(model_card(found[0])) if found[0].is_ready else loading_response(found)
+
+    async def _pass_on(self, request: Request) -> PassedRequest | Response:
+        body = await read_body(request, MOST_HTTP_BYTES)
+        beginning = await asyncio.to_thread(read_beginning, body)
+        having = self._having(beginning.model)
+        ready = {info.peer: info for info in having if info.is_ready}
+        if not ready:
+            return loading_response(having)
+        if self.under_way.total() >= MOST_REQUESTS:
+            raise Problem(503, f"{MOST_REQUESTS} requests are under way: try again later", code="overloaded")
+        target = quote(request.url.path) + (f"?{request.url.query}" if request.url.query else "")
+        if len(target) > TARGET_CHARS:
+            raise Problem(414, f"the path and the query have more than {TARGET_CHARS} characters", code="invalid_value")
+        headers = pick_headers(request.headers, ASKED_HEADERS)
+        asked = HttpRequest(request.method, target, headers, len(body), having[0].model if beginning.model else "")
+        chosen = order_verifiers(list(ready.values()), self._load, beginning.digest())
+        return PassedRequest(self, chosen, asked, body)
+
+    def _verifiers(self) -> list[ServingInfo]:
+        return [info for info in self._served() if info.role == "verifier"]
+
+    def _having(self, model: str) -> list[ServingInfo]:
+        """The models of this name, those that can be used first; of any name, if it is empty. Raises ``Problem``."""
+        verifiers = sorted(self._verifiers(), key=lambda info: not info.is_ready)
+        if not verifiers:
+            remedy = "start one: p2ptrain join SEED --role verifier --model DIR"
+            raise Problem(503, f"no verifier is connected: {remedy}", code="no_verifier", remedy=remedy)
+        if found := [info for info in verifiers if model in ("", info.model)]:
+            return found
+        here = ", ".join(sorted({info.model for info in verifiers}))
+        text = f"no verifier has the model {shortened(model, 100)}; there is {here}"
+        raise Problem(404, text, code="model_not_found", param="model")
+
+    def _load(self, info: ServingInfo) -> float:
+        """Texts under way and waiting, over places. The verifier's report may lack the newest requests."""
+        reported = info.sessions + info.stats.get("waiting", 0.0)
+        return max(reported, self.under_way[info.id]) / max(info.stats.get("places", USUAL_PLACES), 1.0)
+
+
+class PassedRequest:
+    """One request under way, an ASGI application. ``began``: its client has the first byte of the answer."""
+
+    def __init__(self, gateway: TextGateway, chosen: Sequence[ServingInfo], asked: HttpRequest, body: bytes) -> None:
+        self._gateway, self._chosen, self._asked, self._body = gateway, chosen, asked, body
+        self._began = self._is_stream = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_wanted(receive, self._ask_in_turn(send), self._gateway.stopping)
+        except (P2PTrainError, Problem) as error:
+            problem = error if isinstance(error, Problem) else _lost(error)
+            if not self._began:
+                raise problem from error
+            if self._is_stream:  # an event as clients of each interface read it; they also miss the usual end
+                document = json_bytes({"type": "error"} | problem.as_json())
+                await _send(send, b"event: error\ndata: " + document + b"\n\n", more=False)
+            # Else the server closes the connection, as the body is shorter than it should be.
+
+    async def _ask_in_turn(self, send: Send) -> None:
+        under_way = self._gateway.under_way
+        for left, info in zip(range(len(self._chosen) - 1, -1, -1), self._chosen, strict=True):
+            under_way[info.id] += 1
+            try:
+                connection = await self._gateway.dial(info)
+                async with pass_request(connection, self._asked, self._body) as (answer, parts):
+                    if answer.status in _BUSY and left:
+                        continue
+                    await self._pass_back(info, answer, parts, send)
+                    return
+            except P2PTrainError:
+                if self._began or not left:
+                    raise
+            finally:
+                under_way[info.id] -= 1
+
+    async def _pass_back(self, info: ServingInfo, answer: HttpHead, parts: AsyncIterator[bytes], send: Send) -> None:
+        data = await anext(parts)
+        self._began, self._is_stream = True, answer.headers.get("content-type", "").startswith("text/event-stream")
+        headers = HEADERS | answer.headers | {"p2ptrain-verifier": quote(info.name)}
+        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": answer.status, "headers": encoded})
+        await _send(send, data)
+        async for data in parts:
+            await _send(send, data)
+        await _send(send, b"", more=False)
+
+
+async def _send(send: Send, body: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def order_verifiers(
+    found: Sequence[ServingInfo], load: Callable[[ServingInfo], float], beginning: bytes
+) -> list[ServingInfo]:
+    """The verifiers in the order in which they are asked; see the module's docstring. The beginning's own verifier is
+    chosen by rendezvous hashing: when another one comes or leaves, other beginnings keep theirs."""
+    ordered = sorted(found, key=load)
+    own = max(found, key=lambda info: hashlib.blake2b(beginning + info.id.encode()).digest())
+    if load(own) <= load(ordered[0]) + SLACK:
+        ordered.remove(own)
+        ordered.insert(0, own)
+    return ordered
+
+
+def model_card(info: ServingInfo) -> dict[str, Any]:
+    owner = "upstream" if info.upstream else "p2ptrain"
+    return {
+        "id": info.model,
+        "object": "model",
+        "created": 0,
+        "owned_by": owner,
+        "context_length": info.context or None,
+    }
+
+
+def loading_response(having: Sequence[ServingInfo]) -> Response:
+    """The answer for a model that verifiers only load yet: when to try again, and how far the first one is."""
+    first = max(having, key=lambda info: info.loaded)
+    ready_s = first.stats.get("ready_s")
+    state = "away" if first.upstream else "loading"
+    after_s = RETRY_AFTER_S if ready_s is None else min(max(math.ceil(ready_s), 1), LONGEST_RETRY_S)
+    text = f"{first.name} cannot write with {first.label} yet; try again in {after_s} s"
+    problem = Problem(503, text, code="model_loading").as_json()
+    problem["error"] |= {"state": state, "percent": round(100 * first.loaded), "ready_s": ready_s}
+    return json_response(problem, status=503, headers={"retry-after": str(after_s)})
+
+
+def _lost(error: P2PTrainError) -> Problem:
+    text = shortened(f"the verifier did not answer: {error.with_remedy}", 1000)
+    return Problem(503, text, code="verifier_lost")
