@@ -63,6 +63,7 @@ def join(options: JoinOptions) -> None:
       p2ptrain join 192.168.1.20 --role verifier --model models/large --adapter tuned/support --adapter tuned/code
       p2ptrain join 192.168.1.20 --role verifier --model models/large --split
       p2ptrain join 192.168.1.20 --role verifier --model models/large --dtype fp32
+      p2ptrain join 192.168.1.20 --role verifier --upstream http://127.0.0.1:8000
       p2ptrain join 192.168.1.20 --role drafter --model models/small --threads 2
     """
     from p2ptrain.cluster.island import follow, island_options
@@ -71,6 +72,9 @@ def join(options: JoinOptions) -> None:
     for name, value in (OWN_CORES if is_whole else SHARED_CORES).items():
         os.environ.setdefault(name, value)
     options = options.resolve()
+    if options.upstream:
+        _run(_pass_on, options)
+        return
     if options.role != "worker":
         from p2ptrain.cli.serving import join_to_serve
 
@@ -103,6 +107,15 @@ def _run(
             with suppress(UserError):
                 code = read_code(typer.prompt("The six digits", err=True))
         run(member(replace(options, address=seed, code=code)), children=children)
+
+
+async def _pass_on(options: JoinOptions) -> None:
+    """Be a verifier that passes requests on until Ctrl+C, without a model. Raises ``P2PTrainError``."""
+    from p2ptrain.cli.joining import run_member, serving_member
+    from roles.verifier.upstream import serve_upstream
+
+    program = partial(serve_upstream, url=options.upstream, key_file=options.upstream_key)
+    await run_member(options, partial(serving_member, options, program))
 
 
 async def _work(options: JoinOptions, island: IslandOptions | None) -> None:

@@ -121,6 +121,13 @@ class JoinOptions:
     split: SplitOption = None
     http: HttpOption = ""
     api_keys: ApiKeyOption = None
+    upstream: str = option_field(
+        "--upstream URL",
+        "For a verifier without a model: an existing server with OpenAI's /v1 (vLLM, SGLang, llama.cpp, Ollama), which"
+        " writes the texts.",
+        "",
+    )
+    upstream_key: Path | None = option_field("--upstream-key-file FILE", "File with the key of that server.", None)
     sessions: int = option_field("--sessions N", "For a verifier or drafter: texts at a time; 0: default.", 0, min=0)
     wait: float = option_field(
         "--wait SECONDS",
@@ -202,6 +209,11 @@ class JoinOptions:
         of_verifiers = {"--split": self.split is not None, "--http": bool(self.http), "--adapter": bool(self.adapters)}
         of_verifiers["--api-key-file"] = self.api_keys is not None
         of_verifiers["--weight"] = self.weight != 1
+        device, memory_bytes, threads = self.device, self.memory_bytes, self.threads
+        of_workers = {"--device": bool(device), "--memory": bool(memory_bytes), "--threads": bool(threads)}
+        if self.upstream or self.upstream_key is not None:
+            self._check_upstream(of_both | of_verifiers | of_workers)
+            return replace(self, code=code, upstream=self.upstream.rstrip("/").removesuffix("/v1"))
         drafts = role == "worker" and "draft" in self.allowed
         if drafts and (len(self.models) != 1 or self.devices):
             text = "a worker drafts with one model, and not with --devices"
@@ -212,8 +224,6 @@ class JoinOptions:
             raise UserError(f"{extra} is not for a {role}", remedy=f"add --role {role_for}, or leave it out")
         if role == "worker" and not drafts:
             return replace(self, code=code)
-        device, memory_bytes, threads = self.device, self.memory_bytes, self.threads
-        of_workers = {"--device": bool(device), "--memory": bool(memory_bytes), "--threads": bool(threads)}
         extra = next((option for option, is_set in of_workers.items() if is_set), None)
         if self.split is not None and extra is not None:
             text = f"{extra} does not apply to a verifier with --split: workers compute its model"
@@ -238,3 +248,13 @@ class JoinOptions:
             for paths in (self.models, self.adapters)
         )
         return replace(self, code=code, models=models, adapters=adapters)
+
+    def _check_upstream(self, of_models: dict[str, bool]) -> None:
+        """Raise ``UserError`` for what contradicts ``upstream``. ``of_models``: options → whether they are set."""
+        if self.role != "verifier":
+            raise UserError(f"--upstream is not for a {self.role}", remedy="add --role verifier, or leave it out")
+        if not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", self.upstream):
+            raise UserError(f"--upstream {self.upstream!r} is not a URL", remedy="such as http://127.0.0.1:8000")
+        if extra := next((option for option, is_set in of_models.items() if is_set), None):
+            text = f"{extra} does not apply with --upstream: that server has the models, and the seed answers HTTP"
+            raise UserError(text, remedy="leave it out, or leave --upstream out")

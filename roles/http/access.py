@@ -22,7 +22,7 @@ KEY_CHARS = range(16, 513)
 MAKE_KEY = "make one: python3 -c 'import secrets; print(secrets.token_urlsafe(32))' > FILE; chmod 600 FILE"
 
 
-def read_key(path: Path, warn: Callable[[str], None]) -> str:
+def read_key(path: Path, warn: Callable[[str], None], *, least_chars: int = KEY_CHARS[0]) -> str:
     """Read the API key, the only line of the file ``path``. ``warn`` is called if other users of this machine may read
     the file. Raises ``UserError`` if it cannot be read or holds no key."""
     try:
@@ -32,9 +32,9 @@ def read_key(path: Path, warn: Callable[[str], None]) -> str:
     except OSError as error:
         raise UserError(f"cannot read the API key in {path}: {error.strerror}", remedy=MAKE_KEY) from error
     key = content.decode("ascii", "replace").strip()
-    if len(key) not in KEY_CHARS or not all("!" <= letter <= "~" for letter in key):
-        least, most = KEY_CHARS[0], KEY_CHARS[-1]
-        text = f"{path} has no valid API key: one line of {least} to {most} letters, digits and signs, no spaces"
+    most = KEY_CHARS[-1]
+    if not least_chars <= len(key) <= most or not all("!" <= letter <= "~" for letter in key):
+        text = f"{path} has no valid API key: one line of {least_chars} to {most} letters, digits and signs, no spaces"
         raise UserError(text, remedy=MAKE_KEY)
     if sys.platform != "win32" and mode & (stat.S_IRWXG | stat.S_IRWXO):
         warn(f"other users of this machine may read the API key in {path}: chmod 600 {path}")

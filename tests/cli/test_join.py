@@ -53,6 +53,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[JoinOptions]:
         found.append(of)
 
     monkeypatch.setattr(serving, "join_to_serve", served)
+    monkeypatch.setattr(command_of, "_pass_on", served)
     monkeypatch.setattr(command_of, "_work", work)
     return found
 
@@ -94,6 +95,11 @@ def test_a_verifier_and_its_options(command: Command, begun: list[JoinOptions], 
     assert (begun[-1].split, begun[-1].http_place, begun[-1].dtype) == (0, None, "bf16")
     command("join", "--role", "verifier", "--model", model, "--model", model)
     assert begun[-1].models == [str(model)] * 2, "names are compared when it begins to serve"
+
+
+def test_existing_server_needs_no_model(command: Command, begun: list[JoinOptions]) -> None:
+    outcome = command("join", "--role", "verifier", "--upstream", "http://127.0.0.1:8000/v1/")
+    assert (outcome.code, begun[0].upstream, begun[0].models) == (0, "http://127.0.0.1:8000", [])
 
 
 @pytest.mark.parametrize(
@@ -143,6 +149,17 @@ def test_a_verifier_and_its_options(command: Command, begun: list[JoinOptions], 
             ["--role", "verifier", "--model", "x", "--http", "127.0.0.1:80", "--api-key-file", "none"],
             "cannot read the API key in none",
             "secrets.token_urlsafe",
+        ),
+        (["--upstream", "http://a"], "--upstream is not for a worker", "--role verifier"),
+        (["--role", "verifier", "--upstream", "a:80"], "--upstream 'a:80' is not a URL", "http://127.0.0.1:8000"),
+        (["--role", "verifier", "--upstream-key-file", "y"], "--upstream '' is not a URL", "http://127.0.0.1:8000"),
+        *(
+            (
+                ["--role", "verifier", "--upstream", "http://a", *more],
+                f"{more[0]} does not apply with --upstream",
+                "out",
+            )
+            for more in (["--model", "x"], ["--split"], ["--sessions", "2"], ["--http", "a:1"], ["--memory", "4GiB"])
         ),
     ],
 )

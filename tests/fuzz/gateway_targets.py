@@ -1,21 +1,24 @@
-"""HTTP requests between a seed and a verifier."""
+"""HTTP requests between a seed and a verifier, and the list of models of an existing server."""
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from dataclasses import asdict
+from typing import Any
 
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.http.passed_requests import pass_request, scope_untrusted
+from roles.verifier.upstream import read_models_untrusted
 from wire import http_messages as wire
 from wire.connection import Connection
 from wire.handshake import dial, local_hello, local_welcome, serve
 from wire.messages import Hello, Message, Welcome
 from wire.schema import instance_untrusted
-from wire.text_messages import StreamRefused
+from wire.text_messages import Serving, StreamRefused
 
 from .engine import send_if_valid, target
 from .strategies import TEXT, WHOLE, made, mostly
@@ -72,3 +75,13 @@ async def _check_answers(messages: list[Message]) -> None:
             async for part in parts:
                 assert len(part) <= wire.PART_BYTES
     await server.close()
+
+
+_CARD = st.fixed_dictionaries({"id": TEXT | st.none()}, optional={"max_model_len": WHOLE | st.none()})
+_LIST = st.fixed_dictionaries({"data": st.lists(_CARD, max_size=3)}).map(lambda value: json.dumps(value).encode())
+
+
+@target("upstream-models", _LIST | st.binary(max_size=20), "roles.verifier.upstream.read_models_untrusted")
+def _check_models(body: bytes) -> None:
+    served: list[Any] = read_models_untrusted(body)
+    assert all(instance_untrusted(Serving, asdict(each)) == each for each in served)
