@@ -132,8 +132,8 @@ class TrainingResult:
 
     def plot(self) -> Any:
         """Draw losses and speed by step. Returns a figure. Raises ``UserError`` if matplotlib is not installed."""
-        figure = optional_package("matplotlib.figure").Figure(figsize=(8, 4), layout="constrained")
-        losses, speed = figure.subplots(1, 2)
+        pyplot = optional_package("matplotlib.pyplot")
+        figure, (losses, speed) = pyplot.subplots(1, 2, figsize=(8, 4), layout="constrained")
         for axes, name in ((losses, "loss"), (losses, "val_loss"), (speed, "tokens_per_s")):
             points = [(row.step, value) for row in self.metrics if (value := getattr(row, name)) is not None]
             axes.plot([step for step, _ in points], [value for _, value in points], label=name)
@@ -141,6 +141,7 @@ class TrainingResult:
         losses.set_ylabel(self.loss_unit)
         losses.legend()
         speed.set_ylabel("tokens/s")
+        pyplot.close(figure)  # else a notebook shows it twice: as an open figure, and as the value of its cell
         return figure
 
     def _repr_html_(self) -> str:
