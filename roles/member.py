@@ -447,7 +447,7 @@ class ServingMember(MemberProcess):
             reporting.cancel()
 
     def _continuing_work(self) -> str:
-        return "sessions go on" if self._serving() else ""
+        return "sessions go on" if any(model.is_ready for model in self._serving()) else ""
 
     def _make_heartbeat(self) -> Heartbeat:
         state, stats = "building", self._machine_stats()
