@@ -27,7 +27,7 @@ def test_type_checkers_see_what_programs_get() -> None:
     assert {name: getattr(p2ptrain, name).__module__ for name in declared} == declared
     assert declared.keys() <= set(dir(p2ptrain))
     with pytest.raises(AttributeError, match="no attribute 'Cluster'"):
-        _ = p2ptrain.Cluster  # type: ignore[attr-defined]
+        _ = p2ptrain.Cluster
 
 
 def test_result_shows_its_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
