@@ -205,10 +205,10 @@ async def test_a_model_of_bf16_writes_in_fp32_where_that_is_asked_for(tmp_path: 
     model = made(tmp_path, torch.bfloat16)
     expected = reference(model, 200, SAMPLED)
     assert expected != reference(model, 200, SAMPLED, torch.bfloat16), "a text this long shows the type"
-    (model / "generation_config.json").write_text('{"min_p": 0.1}')
+    (model / "generation_config.json").write_text('{"typical_p": 0.5}')
     async with serving(tmp_path, model, None, "fp32") as served:
         assert served.said("serving") == ["model writes text in fp32, 256 tokens of context"]
-        assert served.said("unused-settings") == ["model/generation_config.json also says min_p = 0.1: not applied"]
+        assert served.said("unused-settings") == ["model/generation_config.json also says typical_p = 0.5: not applied"]
         tokens, _ = await served.ask(200, SAMPLED)
         assert tokens == expected
 
