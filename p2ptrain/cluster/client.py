@@ -168,6 +168,8 @@ class AsyncClient:
         from p2ptrain.core.serving import SamplingOptions, StopStrings
         from roles.serving.texts import TextRequest
 
+        if unknown := settings.keys() - TextSettings.__annotations__.keys():
+            raise UserError(f"{min(unknown)} is no setting of a text", remedy="use those of docs/python.md")
         stop = settings.get("stop", ())
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         StopStrings(stops)  # raises ``UserError``

@@ -8,11 +8,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from p2ptrain.cluster.client import AsyncClient, Client
+from p2ptrain.cluster.client import AsyncClient, Client, TextSettings
 from p2ptrain.cluster.local_cluster import LocalCluster
 from p2ptrain.cluster.loops import ServiceThread
 from p2ptrain.core.errors import ConfigError, DeadlineExceeded, Refused, UserError
@@ -97,6 +97,8 @@ async def test_waiting_ends_in_time(seed: MetricsSeed) -> None:
             await client.wait("tiny", 0.05)
     with pytest.raises(UserError, match="not connected"):
         await client.jobs()
+    with pytest.raises(UserError, match="max_tokens is no setting of a text"):
+        await client.generate("x", **cast(TextSettings, {"max_tokens": 5}))
 
 
 def test_job_has_the_settings_of_a_profile_a_file_or_a_table(seed: MetricsSeed, tmp_path: Path) -> None:
