@@ -32,14 +32,20 @@ class TokenTable:
         self._compiled = dict[str, llguidance.LLMatcher]()  # the last used at the end
 
     @cached_property
-    def library(self) -> llguidance.LLTokenizer:
-        """Takes a second for a large vocabulary. Raises ``ConfigError``: its kind of tokenizer is not supported."""
-        with library_errors(f"the tokenizer of {self._tokenizer.directory or 'a new model'}"):
-            size = max(self.vocab_size, self._tokenizer.vocab_size)
-            return llguidance.LLTokenizer(self._tokenizer.backend.to_str(), n_vocab=size)
+    def library(self) -> llguidance.LLTokenizer | ConfigError:
+        """Takes a second for a large vocabulary. The error: its kind of tokenizer is not supported."""
+        try:
+            with library_errors(f"the tokenizer of {self._tokenizer.directory or 'a new model'}"):
+                size = max(self.vocab_size, self._tokenizer.vocab_size)
+                return llguidance.LLTokenizer(self._tokenizer.backend.to_str(), n_vocab=size)
+        except ConfigError as error:
+            return error
 
     def matcher(self, grammar: str) -> llguidance.LLMatcher:
-        """A new matcher at the beginning of a text. It has an error if the grammar is invalid."""
+        """A new matcher at the beginning of a text. It has an error if the grammar is invalid. Raises ``ConfigError``:
+        the kind of tokenizer is not supported."""
+        if isinstance(self.library, ConfigError):
+            raise self.library
         matcher = self._compiled.pop(grammar, None) or llguidance.LLMatcher(self.library, grammar, log_level=0)
         if not matcher.is_error():
             self._compiled[grammar] = matcher
@@ -48,10 +54,9 @@ class TokenTable:
         return matcher.deep_copy()
 
     def bytes_of(self, token: int) -> bytes:
-        try:
-            return self.library.decode_bytes([token])
-        except ConfigError:
+        if isinstance(self.library, ConfigError):
             return (self._tokenizer.backend.id_to_token(token) or "").encode()
+        return self.library.decode_bytes([token])
 
 
 class Constraint:

@@ -9,17 +9,20 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import llguidance
 import pytest
+import tokenizers
 import torch
+from tokenizers.models import WordLevel
 
 from p2ptrain.compute.served_part import ServedPartBuilder, measure_model
 from p2ptrain.compute.text import ModelText
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.disk import RealDisk
-from p2ptrain.core.errors import JobFailed, UserError
+from p2ptrain.core.errors import ConfigError, JobFailed, UserError
 from p2ptrain.core.serving import SamplingOptions, TokenLogprob
 from p2ptrain.core.threads import LoopThreads
 from p2ptrain.core.world import LoopClock, World
@@ -264,6 +267,21 @@ async def test_where_a_text_ends(model: tuple[Any, Path]) -> None:
         assert await service.tokenize("é", add_special=False) == [*"é".encode()]
         assert await service.detokenize([*b"ok"]) == "ok"
         assert service.token_bytes(195) == "é".encode()[:1]
+
+
+def test_tokenizer_without_known_bytes_is_read_once() -> None:
+    reads, backend = list[bool](), tokenizers.Tokenizer(WordLevel({"a": 0, "é": 1}, unk_token="a"))
+
+    def to_str() -> str:
+        reads.append(True)
+        return backend.to_str()
+
+    known = SimpleNamespace(to_str=to_str, id_to_token=backend.id_to_token)
+    table = TokenTable(cast(Tokenizer, SimpleNamespace(backend=known, vocab_size=2, directory=None)), 2)
+    assert [table.bytes_of(token) for token in (0, 1)] == [b"a", "é".encode()]
+    with pytest.raises(ConfigError, match="the tokenizer of a new model"):
+        table.matcher(JSON)
+    assert reads == [True]
 
 
 def test_texts_of_many_schemas_are_valid() -> None:
