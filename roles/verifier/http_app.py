@@ -38,7 +38,7 @@ from roles.serving.texts import TokenizingService, Writing
 from roles.verifier.http.answer import AnswerOrigin, AnswerWriter, HttpAnswer
 from roles.verifier.http.chat import ChatAnswer
 from roles.verifier.http.completions import CompletionAnswer
-from roles.verifier.http.events import ChoiceBegan, ChoiceEvent
+from roles.verifier.http.events import ChoiceBegan, ChoiceEvent, TextAdded
 from roles.verifier.http.messages import MessageAnswer, error_document, read_count
 from roles.verifier.http.responses import ResponseAnswer
 from roles.verifier.http.tokens import count_conversation, detokenize, read_detokenize, read_tokenize, tokenize
@@ -235,8 +235,10 @@ class _Reply:
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         choices = await self._writer.write_best(self._count)
+        # The log-probabilities of a long prompt take seconds.
+        response = await asyncio.to_thread(lambda: json_response(self._answer.whole(choices), headers=self._headers))
         self._began = True
-        await json_response(self._answer.whole(choices), headers=self._headers)(scope, receive, send)
+        await response(scope, receive, send)
 
     async def _send_stream(self, send: Send) -> None:
         async def take(event: ChoiceEvent) -> None:
@@ -247,7 +249,10 @@ class _Reply:
                     headers = HEADERS | _EVENTS | self._headers
                     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
                     await send({"type": "http.response.start", "status": 200, "headers": encoded})
-                for frame in self._answer.frames(event):
+                frames = self._answer.frames(event)
+                if isinstance(event, TextAdded) and event.is_prompt:  # as above
+                    frames = iter(await asyncio.to_thread(list, frames))
+                for frame in frames:
                     await _send(send, frame)
 
         await self._writer.write(take)

@@ -8,7 +8,8 @@ a parameter that changes the text would be worse than a refusal.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -75,9 +76,9 @@ NOT_OBEYED: dict[str, tuple[tuple[Any, ...], str]] = {
     "max_tool_calls": ((), _NO_SERVER_TOOLS),
 }
 """Parameters that would change the text → values that request nothing, and why others are refused."""
-MOST_SCHEMA_CHARS, MOST_SCHEMA_DEPTH, MOST_SCHEMA_MEMBERS = 1 << 17, 32, 500
-"""Bounds of JSON schemas: characters of all of a request, levels of one, and members of an object or list in it. The
-time to compile an object grows with the square of its members."""
+MOST_SCHEMA_CHARS, MOST_SCHEMA_MEMBERS, MOST_JSON_DEPTH = 1 << 17, 500, 32
+"""Bounds of JSON schemas: characters of all of a request, members of an object or list in one, and its levels, which
+arguments of calls share. The time to compile an object grows with the square of its members."""
 MOST_TOOLS = 128
 
 
@@ -196,14 +197,21 @@ def check_schemas(schemas: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
         chars += len(json.dumps(schema))
         if chars > MOST_SCHEMA_CHARS:
             raise wrong(where, f"the schemas of a request may have {MOST_SCHEMA_CHARS} characters together")
-        level: list[Any] = [schema]
-        for _ in range(MOST_SCHEMA_DEPTH):
-            groups = [each for each in level if isinstance(each, dict | list)]
+        for groups in _levels(schema, where):
             if any(len(group) > MOST_SCHEMA_MEMBERS for group in groups):
                 raise wrong(where, f"an object or a list of the schema has more than {MOST_SCHEMA_MEMBERS} members")
-            level = [inner for group in groups for inner in (group.values() if isinstance(group, dict) else group)]
-        if level:
-            raise wrong(where, f"the schema is more than {MOST_SCHEMA_DEPTH} levels deep")
+
+
+def _levels(value: Any, where: str) -> Iterator[list[Any]]:
+    """The objects and lists of each level of a JSON value. Raises ``Problem`` if there are too many levels: templates
+    and parsers recurse."""
+    level = [value]
+    for _ in range(MOST_JSON_DEPTH):
+        groups = [each for each in level if isinstance(each, dict | list)]
+        yield groups
+        level = [inner for group in groups for inner in (group.values() if isinstance(group, dict) else group)]
+    if level:
+        raise wrong(where, f"this JSON is more than {MOST_JSON_DEPTH} levels deep")
 
 
 class TurnList:
@@ -226,6 +234,7 @@ class TurnList:
             parsed = None
         if not isinstance(parsed, dict):
             raise wrong(where, "must be JSON text of an object")
+        deque(_levels(parsed, where), maxlen=0)
         if not self._turns or self._turns[-1].role != ASSISTANT:
             self.add_text(ASSISTANT, "")
         self._names[ident] = name

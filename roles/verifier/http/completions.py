@@ -27,6 +27,8 @@ from roles.verifier.http.answer import (
 
 DONE = b"data: [DONE]\n\n"
 MOST_CHOICES = 128
+MOST_ECHOED = 1 << 23
+"""A bound on what ``echo`` repeats: each of these may take a hundred bytes of memory until the answer is sent."""
 LOWEST_LOGPROB = -9999.0
 
 
@@ -63,7 +65,10 @@ class CompletionFields(OpenAiFields):
         str
         | Annotated[list[bodies.TokenId], Field(min_length=1, fail_fast=True)]
         | Annotated[list[str], Field(min_length=1, fail_fast=True)]
-        | Annotated[list[Annotated[list[bodies.TokenId], Field(min_length=1, fail_fast=True)]], Field(fail_fast=True)]
+        | Annotated[
+            list[Annotated[list[bodies.TokenId], Field(min_length=1, fail_fast=True)]],
+            Field(min_length=1, fail_fast=True),
+        ]
     )
     best_of: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
     echo: bool | None = None
@@ -141,6 +146,9 @@ class CompletionAnswer(OpenAiAnswer):
             raise wrong("prompt", f"at most {MOST_TEXTS} texts are written for a request: send several")
         if most == 0 and not fields.echo:
             raise wrong("max_tokens", "0 is allowed only with echo")
+        size = sum(map(len, prompts)) * candidates * (1 + (fields.logprobs or 0))
+        if fields.echo and size > MOST_ECHOED:
+            raise wrong("echo", f"characters x texts x log-probabilities are {size}, more than {MOST_ECHOED}")
         is_scored = bool(fields.echo) and (fields.logprobs is not None or most == 0)
         needs_logprobs = is_scored or candidates > choices
         text = text_request(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -54,7 +55,8 @@ async def tokenize(service: TokenizingService, fields: TokenizeFields) -> dict[s
         ids = await service.tokenize(fields.prompt or "", add_special=fields.add_special_tokens)
     document: dict[str, Any] = {"count": len(ids), "max_model_len": service.context, "tokens": ids, "token_strs": None}
     if fields.return_token_strs:
-        document["token_strs"] = [service.token_bytes(token).decode("utf-8", "replace") for token in ids]
+        texts = (service.token_bytes(token).decode("utf-8", "replace") for token in ids)
+        document["token_strs"] = await asyncio.to_thread(list, texts)  # the first call takes long
     return document
 
 

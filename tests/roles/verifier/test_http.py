@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import openai
@@ -230,6 +231,26 @@ async def test_a_prompt_alone_is_scored(endpoint: Endpoint) -> None:
     assert made.choices[0].text == "ab"
     assert made.choices[0].logprobs is not None
     assert made.choices[0].logprobs.top_logprobs == [None, {"b": -98}]
+
+
+async def test_tables_of_a_long_prompt_do_not_block_the_loop(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, bytes_of = set[threading.Thread](), endpoint.service.token_bytes
+
+    def token_bytes(token: int) -> bytes:
+        threads.add(threading.current_thread())
+        return bytes_of(token)
+
+    monkeypatch.setattr(endpoint.service, "token_bytes", token_bytes)
+    endpoint.service.script = lambda wish: ScriptedWriting([], ends="length")
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "ab", "echo": True, "logprobs": 0, "max_tokens": 0}
+    await endpoint.client.completions.create(**asked)
+    async for _ in await endpoint.client.completions.create(**asked, stream=True):
+        pass
+    await endpoint.post("/tokenize", b'{"prompt": "ab", "return_token_strs": true}')
+    assert threads
+    assert threading.current_thread() not in threads
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -149,6 +149,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
 TOOL = {"type": "function", "function": {"name": "f"}}
 CALLS = {"role": "assistant"}
 CALL_5 = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "5"}}
+DEEP_CALL = {"id": "a", "function": {"name": "f", "arguments": '{"a":' + "[" * 985 + "]" * 985 + "}"}}
 USED = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
 OUTPUT = {"type": "function_call_output", "call_id": "a", "output": ""}
 NAMED_G = {"type": "function", "function": {"name": "g"}}
@@ -168,7 +169,9 @@ WRONG: list[tuple[str, dict[str, object], str, str]] = [
     (COMPLETIONS, {"model": "gpt-4"}, "model_not_found", "model"),
     (COMPLETIONS, {"prompt": 5}, "invalid_value", "prompt"),
     (COMPLETIONS, {"prompt": [1, -2]}, "invalid_value", "prompt.1"),
+    (COMPLETIONS, {"prompt": []}, "invalid_value", "prompt"),
     (COMPLETIONS, {"prompt": ["x"] * 4097}, "invalid_value", "prompt"),
+    (COMPLETIONS, {"prompt": "x" * 70_000, "n": 60, "echo": True, "logprobs": 1}, "invalid_value", "echo"),
     (COMPLETIONS, {"prompt": ["x"] * 100, "n": 41}, "invalid_value", "prompt"),
     (COMPLETIONS, {"max_tokens": 0}, "invalid_value", "max_tokens"),
     (COMPLETIONS, {"max_tokens": 5, "max_completion_tokens": 6}, "invalid_value", "max_tokens"),
@@ -194,6 +197,7 @@ WRONG: list[tuple[str, dict[str, object], str, str]] = [
     (CHAT, {"messages": [MESSAGE | {"tool_calls": [CALL_5]}]}, "unsupported_parameter", "messages.0.tool_calls"),
     (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "invalid_value", "messages.0.tool_call_id"),
     (CHAT, {"messages": [CALLS | {"tool_calls": [CALL_5]}, MESSAGE]}, "invalid_value", "messages.0.tool_calls"),
+    (CHAT, {"messages": [CALLS | {"tool_calls": [DEEP_CALL]}, MESSAGE]}, "invalid_value", "messages.0.tool_calls"),
     (CHAT, {"top_logprobs": 2}, "invalid_value", "top_logprobs"),
     (CHAT, {"max_tokens": 0}, "invalid_value", "max_tokens"),
     (CHAT, {"tools": [TOOL, TOOL]}, "invalid_value", "tools"),
