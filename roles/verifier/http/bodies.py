@@ -65,7 +65,6 @@ NOT_OBEYED: dict[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), _TEXT_ONLY),
     "web_search_options": ((), "there is no web search"),
     "thinking": (({"type": "disabled"},), "whether a model thinks is up to its chat template"),
-    "output_config": ((), "use response_format of /v1/chat/completions"),
     "mcp_servers": (([],), _NO_SERVER_TOOLS),
     "container": ((), _NO_SERVER_TOOLS),
     "context_management": ((), _STATELESS),

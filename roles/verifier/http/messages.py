@@ -65,11 +65,24 @@ class _ToolChoice(bodies.StrictModel):
     disable_parallel_tool_use: bool | None = None
 
 
+class _OutputFormat(bodies.StrictModel):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class _OutputConfig(bodies.StrictModel):
+    """``effort`` is a hint, which changes nothing here."""
+
+    effort: str | None = None
+    format: _OutputFormat | None = None
+
+
 class CountFields(bodies.SamplingFields):
     messages: Annotated[list[_Message], Field(min_length=1, max_length=4096, fail_fast=True)]
     system: str | bodies.ContentParts | None = None
     tools: Annotated[list[_Tool], Field(fail_fast=True)] | None = None
     tool_choice: _ToolChoice | None = None
+    output_config: _OutputConfig | None = None
 
 
 class MessageFields(CountFields):
@@ -93,6 +106,18 @@ def _turns(fields: CountFields) -> tuple[Turn, ...]:
         else:
             _add_blocks(turns, message.role, message.content, f"messages.{index}.content")
     return turns.finish("messages")
+
+
+def _answer_schema(fields: CountFields) -> bodies.JsonSchema | None:
+    """Raises ``Problem``."""
+    if fields.output_config is None:
+        return None
+    bodies.check_others(fields.output_config)
+    wanted = fields.output_config.format
+    if wanted is None:
+        return None
+    bodies.check_schemas([("output_config.format.schema", wanted.schema_)])
+    return bodies.JsonSchema(schema=wanted.schema_, strict=True)
 
 
 def _add_blocks(turns: bodies.TurnList, role: str, blocks: Sequence[_Block], where: str) -> None:
@@ -140,7 +165,8 @@ class MessageAnswer(HttpAnswer):
         fields = bodies.read_body_of(MessageFields, body)
         text = text_request(fields, origin, turns=_turns(fields), max_new_tokens=fields.max_tokens)
         text = replace(text, stop=(*text.stop, *(fields.stop_sequences or ())))
-        request = AnswerRequest(fields.model, (text,), bool(fields.stream), tool_use=_tool_use(fields))
+        schema, use = _answer_schema(fields), _tool_use(fields)
+        request = AnswerRequest(fields.model, (text,), bool(fields.stream), tool_use=use, schema=schema)
         super().__init__(request, origin)
         self._blocks = list[dict[str, Any]]()
         self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}

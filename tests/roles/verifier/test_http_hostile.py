@@ -245,7 +245,7 @@ USUAL: dict[str, dict[str, object]] = {
 NOT_HERE = {
     COMPLETIONS: {"suffix", "tools", "tool_choice", "parallel_tool_calls"},
     CHAT: {"best_of", "echo", "functions", "function_call", "modalities", "audio", "web_search_options"},
-    MESSAGES: {"n", "thinking", "output_config", "mcp_servers", "container", "context_management"},
+    MESSAGES: {"n", "thinking", "mcp_servers", "container", "context_management"},
     RESPONSES: {"top_logprobs", "previous_response_id", "conversation", "background", "prompt", "max_tool_calls"},
 }
 

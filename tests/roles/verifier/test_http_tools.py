@@ -106,15 +106,26 @@ async def test_a_choice_forces_calls(
     assert made.choices[0].finish_reason == ("tool_calls" if has_tools else "stop")
 
 
-async def test_a_format_is_a_grammar(endpoint: Endpoint) -> None:
+async def test_a_format_is_a_grammar(endpoint: Endpoint, claude: AsyncAnthropic) -> None:
     for wanted in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}):
         response_format: Any = wanted
         await endpoint.client.chat.completions.create(model=MODEL, messages=HI, response_format=response_format)
     await endpoint.client.responses.create(model=MODEL, input="Hi", text={"format": {"type": "json_object"}})
-    anything, schema, response = (wish.grammar for wish in endpoint.service.wishes)
+    output: Any = {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}}
+    await claude.messages.create(model=MODEL, max_tokens=9, messages=HI, output_config=output)
+    with pytest.raises(anthropic.BadRequestError, match="task_budget"):
+        await claude.messages.create(
+            model=MODEL,
+            max_tokens=9,
+            messages=HI,
+            output_config=output,
+            extra_body={"output_config": {"task_budget": 1}},
+        )
+    anything, schema, response, message = (wish.grammar for wish in endpoint.service.wishes)
     assert '"properties"' in schema
     assert "%json" in anything
     assert response == anything
+    assert message == schema.replace('"lenient": true', '"lenient": false')
 
 
 async def test_a_template_without_tools_gets_a_system_text(endpoint: Endpoint) -> None:
