@@ -159,3 +159,36 @@ async def test_log_probabilities_are_those_of_the_model(real: RealEndpoint) -> N
     assert scored.choices[0].text == prompt
     assert scored.choices[0].logprobs is not None
     assert (scored.choices[0].logprobs.token_logprobs or ())[1:] == pytest.approx(wanted, abs=1e-4)
+
+
+async def test_the_evaluation_harness_reads_the_models_own_likelihoods(real: RealEndpoint) -> None:
+    """Requests of ``local-completions`` of lm-evaluation-harness: prompts as ids in one request, and one token more."""
+    contexts, ends = [b"Two and two are", b"A", "Größe: é".encode()], [b" four", b" much longer end", b"?"]
+    prompts = [[*context, *end] for context, end in zip(contexts, ends, strict=True)]
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "temperature": 0,
+        "max_tokens": 1,
+        "logprobs": 1,
+        "echo": True,
+        "seed": 1234,
+    }
+    made = await real.client.completions.create(prompt=prompts, **asked)
+    for choice, context, ids in zip(made.choices, contexts, prompts, strict=True):
+        table = choice.logprobs
+        assert table is not None
+        own, likeliest = (table.token_logprobs or ())[len(context) : -1], (table.top_logprobs or ())[len(context) : -1]
+        with torch.inference_mode():
+            logits = real.whole(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        places = range(len(context) - 1, len(ids) - 1)
+        assert sum(own) == pytest.approx(sum(float(logits[place, ids[place + 1]]) for place in places), abs=1e-4)
+        is_greedy = [each == max(top.values()) for each, top in zip(own, likeliest, strict=True)]
+        assert is_greedy == [int(logits[place].argmax()) == ids[place + 1] for place in places]
+    written = await real.client.completions.create(
+        model=MODEL, prompt="Some text", max_tokens=16, temperature=0, seed=1234, stop=["\n\n"]
+    )
+    ids = list(b"Some text")
+    with torch.inference_mode():
+        whole = real.whole.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0, len(ids) :]
+    assert bytes(token for token in whole if token < 256).decode(errors="replace").startswith(written.choices[0].text)
+    assert written.choices[0].text

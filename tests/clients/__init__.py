@@ -1,0 +1,1 @@
+"""Other people's programs against the HTTP interfaces of a verifier."""

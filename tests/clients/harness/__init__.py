@@ -1,0 +1,1 @@
+"""lm-evaluation-harness, unmodified, against a verifier."""
