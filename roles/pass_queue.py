@@ -51,8 +51,8 @@ class PassQueue(Generic[K]):
         if session in self._waiting:
             return
         self._last_place += 1
-        place = self._places.pop(session, self._last_place)
-        self._waiting[session] = _WaitingPass(positions, prefill, priority, place)
+        kept_place = self._places.pop(session, self._last_place)
+        self._waiting[session] = _WaitingPass(positions, prefill, priority, kept_place if prefill else self._last_place)
 
     def drop(self, session: K) -> None:
         """Forget a session, waiting or not. To be called when it ends."""

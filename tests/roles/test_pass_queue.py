@@ -73,6 +73,15 @@ def test_session_that_wrote_goes_to_the_end() -> None:
     assert queue.take(most_sessions=2, most_prompt_positions=ROOM) == ["c", "a"]
 
 
+def test_session_whose_prompt_is_computed_waits_behind_those_that_write() -> None:
+    queue: PassQueue[str] = PassQueue()
+    queue.add("new", 80, prefill=True)
+    assert queue.take(most_prompt_positions=ROOM) == ["new"]
+    for name in ("writes", "new"):
+        queue.add(name, 1, prefill=False)
+    assert queue.take(most_sessions=1, most_prompt_positions=ROOM) == ["writes"]
+
+
 def test_short_prompt_does_not_overtake_a_long_one() -> None:
     queue: PassQueue[str] = PassQueue()
     queue.add("short", 20, prefill=True)
