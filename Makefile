@@ -25,9 +25,9 @@ demo: $(VENV)/.installed ## train a small model on this machine with two workers
 	$(BIN)/p2ptrain up --profile tiny --state $(DEMO_STATE) --plain $(DEMO_ARGS)
 	$(BIN)/p2ptrain generate "$(PROMPT)" --tokens 200 --temperature 0.6 --checkpoint $(DEMO_STATE)
 
-# Three groups at a time. Real processes wait the most, and the others take about as long.
-COMPUTING := tests/compute $(wildcard tests/roles/test_*.py)
-PROCESSES := tests/e2e tests/net
+# Three groups at a time, which take about as long. Real processes wait the most, so some that compute are with them.
+PROCESSES := tests/e2e tests/net $(wildcard tests/compute/test_c[ao]*.py) tests/compute/test_part_trainer.py
+COMPUTING := $(filter-out $(PROCESSES),$(wildcard tests/compute/test_*.py tests/roles/test_*.py))
 WAITING := $(filter-out tests/compute tests/roles $(PROCESSES) %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/ tests/roles/*/)))
 
 test: $(VENV)/.installed-dev ## run all tests
