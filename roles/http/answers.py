@@ -70,6 +70,21 @@ def json_response(
     return Response(json_bytes(document), status, {**HEADERS, **(headers or {})}, media_type="application/json")
 
 
+def model_card(name: str, *, created: int, context: int | None, owner: str = "p2ptrain") -> dict[str, Any]:
+    """A model as in ``GET /v1/models``; ``context_length`` is an extension."""
+    return {"id": name, "object": "model", "created": created, "owned_by": owner, "context_length": context}
+
+
+async def send_head(send: Send, status: int, headers: Mapping[str, str]) -> None:
+    """Begin an answer whose body is sent in parts."""
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": encoded})
+
+
+async def send_part(send: Send, body: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
 async def read_body(request: Request, most_bytes: int) -> bytes:
     """Read the body. Raises ``Problem``: too large or too slow. A large one is read to its end, so that the client
     gets the answer."""

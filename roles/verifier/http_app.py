@@ -29,7 +29,10 @@ from roles.http.answers import (
     JsonApp,
     Problem,
     json_response,
+    model_card,
     read_body,
+    send_head,
+    send_part,
     tell,
     while_wanted,
 )
@@ -117,10 +120,8 @@ def problem_of(error: P2PTrainError) -> Problem:
     return Problem(500, message, code="model_failed")
 
 
-def model_card(service: TokenizingService) -> dict[str, Any]:
-    """The model as in ``GET /v1/models``; ``context_length`` is an extension."""
-    card = {"id": service.model, "object": "model", "created": service.created, "owned_by": "p2ptrain"}
-    return card | {"context_length": service.context}
+def _card(service: TokenizingService) -> dict[str, Any]:
+    return model_card(service.model, created=service.created, context=service.context)
 
 
 class HttpApp(JsonApp):
@@ -167,10 +168,10 @@ class HttpApp(JsonApp):
         return json_response({"status": "ok"})
 
     async def _models(self, request: HttpRequest) -> Response:
-        return json_response({"object": "list", "data": [model_card(each) for each in self._services.values()]})
+        return json_response({"object": "list", "data": [_card(each) for each in self._services.values()]})
 
     async def _one_model(self, request: HttpRequest) -> Response:
-        return json_response(model_card(self._service(request.path_params["model"])))
+        return json_response(_card(self._service(request.path_params["model"])))
 
     async def _write(self, request: HttpRequest) -> _Reply:
         interface = _INTERFACES[request.url.path]
@@ -231,7 +232,7 @@ class _Reply:
             if not isinstance(error, P2PTrainError | Problem):
                 tell(error)
             # The stream ends without its usual end: the text is incomplete.
-            await _send(send, self._answer.error_frame(self._app.problem(error)), more=False)
+            await send_part(send, self._answer.error_frame(self._app.problem(error)), more=False)
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         choices = await self._writer.write_best(self._count)
@@ -246,23 +247,17 @@ class _Reply:
             async with self._sending:
                 if not self._began:  # only now is it certain that a text begins
                     self._began = True
-                    headers = HEADERS | _EVENTS | self._headers
-                    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-                    await send({"type": "http.response.start", "status": 200, "headers": encoded})
+                    await send_head(send, 200, HEADERS | _EVENTS | self._headers)
                 frames = self._answer.frames(event)
                 if isinstance(event, TextAdded) and event.is_prompt:  # as above
                     frames = iter(await asyncio.to_thread(list, frames))
                 for frame in frames:
-                    await _send(send, frame)
+                    await send_part(send, frame)
 
         await self._writer.write(take)
-        await _send(send, b"".join(self._answer.last_frames()), more=False)
+        await send_part(send, b"".join(self._answer.last_frames()), more=False)
 
     def _count(self, event: ChoiceEvent) -> None:
         self._answer.count(event)
         if isinstance(event, ChoiceBegan) and event.left_out:
             self._headers["p2ptrain-turns-left-out"] = str(event.left_out)
-
-
-async def _send(send: Send, body: bytes, *, more: bool = True) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": more})

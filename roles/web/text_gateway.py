@@ -23,7 +23,18 @@ from starlette.types import Receive, Scope, Send
 
 from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.texts import shortened
-from roles.http.answers import HEADERS, RETRY_AFTER_S, Problem, json_bytes, json_response, read_body, while_wanted
+from roles.http.answers import (
+    HEADERS,
+    RETRY_AFTER_S,
+    Problem,
+    json_bytes,
+    json_response,
+    model_card,
+    read_body,
+    send_head,
+    send_part,
+    while_wanted,
+)
 from roles.http.passed_requests import ASKED_HEADERS, pass_request, pick_headers
 from wire.connection import Connection
 from wire.http_messages import MOST_HTTP_BYTES, TARGET_CHARS, HttpHead, HttpRequest
@@ -94,12 +105,12 @@ class TextGateway:
         ]
 
     async def _models(self, request: Request) -> Response:
-        cards = {info.model: model_card(info) for info in self._verifiers() if info.is_ready}
+        cards = {info.model: _card(info) for info in self._verifiers() if info.is_ready}
         return json_response({"object": "list", "data": list(cards.values())})
 
     async def _one_model(self, request: Request) -> Response:
         found = self._having(request.path_params["model"])
-        return json_response(model_card(found[0])) if found[0].is_ready else loading_response(found)
+        return json_response(_card(found[0])) if found[0].is_ready else loading_response(found)
 
     async def _pass_on(self, request: Request) -> PassedRequest | Response:
         body = await read_body(request, MOST_HTTP_BYTES)
@@ -155,7 +166,7 @@ class PassedRequest:
                 raise problem from error
             if self._is_stream:  # an event as clients of each interface read it; they also miss the usual end
                 document = json_bytes({"type": "error"} | problem.as_json())
-                await _send(send, b"event: error\ndata: " + document + b"\n\n", more=False)
+                await send_part(send, b"event: error\ndata: " + document + b"\n\n", more=False)
             # Else the server closes the connection, as the body is shorter than it should be.
 
     async def _ask_in_turn(self, send: Send) -> None:
@@ -179,16 +190,11 @@ class PassedRequest:
         data = await anext(parts)
         self._began, self._is_stream = True, answer.headers.get("content-type", "").startswith("text/event-stream")
         headers = HEADERS | answer.headers | {"p2ptrain-verifier": quote(info.name)}
-        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": answer.status, "headers": encoded})
-        await _send(send, data)
+        await send_head(send, answer.status, headers)
+        await send_part(send, data)
         async for data in parts:
-            await _send(send, data)
-        await _send(send, b"", more=False)
-
-
-async def _send(send: Send, body: bytes, *, more: bool = True) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": more})
+            await send_part(send, data)
+        await send_part(send, b"", more=False)
 
 
 def order_verifiers(
@@ -204,15 +210,9 @@ def order_verifiers(
     return ordered
 
 
-def model_card(info: ServingInfo) -> dict[str, Any]:
+def _card(info: ServingInfo) -> dict[str, Any]:
     owner = "upstream" if info.upstream else "p2ptrain"
-    return {
-        "id": info.model,
-        "object": "model",
-        "created": 0,
-        "owned_by": owner,
-        "context_length": info.context or None,
-    }
+    return model_card(info.model, created=0, context=info.context or None, owner=owner)
 
 
 def loading_response(having: Sequence[ServingInfo]) -> Response:

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import json
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -309,6 +310,19 @@ class HttpAnswer(ABC):
 
     def error_frame(self, problem: Problem) -> bytes:
         return frame(problem.as_json())
+
+
+class OneTextAnswer(HttpAnswer):
+    """The answer of an interface that has one text, and whose frames build the document."""
+
+    def whole(self, choices: Sequence[events.WrittenChoice]) -> dict[str, Any]:
+        for event in choices[0].events:
+            deque(self.frames(event), maxlen=0)
+        return self.document()
+
+    @abstractmethod
+    def document(self) -> dict[str, Any]:
+        """The document as far as the frames have come."""
 
 
 def frame(document: Mapping[str, Any], name: str = "") -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -17,7 +16,7 @@ from roles.verifier.http import bodies, events
 from roles.verifier.http.answer import (
     AnswerOrigin,
     AnswerRequest,
-    HttpAnswer,
+    OneTextAnswer,
     ToolUse,
     frame,
     read_tool_use,
@@ -32,8 +31,6 @@ _ERRORS = {
     413: "request_too_large",
     503: "overloaded_error",
 }
-
-
 _NEEDED = {"text": ("text",), "tool_use": ("id", "name", "input"), "tool_result": ("tool_use_id",)}
 
 
@@ -158,7 +155,7 @@ def _tool_use(fields: CountFields) -> ToolUse:
     )
 
 
-class MessageAnswer(HttpAnswer):
+class MessageAnswer(OneTextAnswer):
     """The content is a list of blocks, each of them text or a call. A stream opens and closes them in order."""
 
     def __init__(self, body: bytes, origin: AnswerOrigin) -> None:
@@ -171,15 +168,10 @@ class MessageAnswer(HttpAnswer):
         self._blocks = list[dict[str, Any]]()
         self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
-    def whole(self, choices: Sequence[events.WrittenChoice]) -> dict[str, Any]:
-        for event in choices[0].events:
-            deque(self.frames(event), maxlen=0)
-        return self._message()
-
     def frames(self, event: events.ChoiceEvent) -> Iterator[bytes]:
         match event:
             case events.ChoiceBegan():
-                yield _event("message_start", message=self._message())
+                yield _event("message_start", message=self.document())
             case events.TextAdded() if event.text:
                 if not self._blocks or self._blocks[-1]["type"] != "text":
                     yield from self._close_block()
@@ -205,7 +197,7 @@ class MessageAnswer(HttpAnswer):
     def error_frame(self, problem: Problem) -> bytes:
         return frame(error_document(problem), "error")
 
-    def _message(self) -> dict[str, Any]:
+    def document(self) -> dict[str, Any]:
         return {
             "id": f"msg_{self.origin.digits}",
             "type": "message",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -14,7 +13,7 @@ from roles.verifier.http import bodies, events
 from roles.verifier.http.answer import (
     AnswerOrigin,
     AnswerRequest,
-    HttpAnswer,
+    OneTextAnswer,
     ToolUse,
     frame,
     read_schema,
@@ -99,7 +98,7 @@ class ResponseFields(bodies.SamplingFields):
         return read_schema(wanted, schema, "text.format.schema")
 
 
-class ResponseAnswer(HttpAnswer):
+class ResponseAnswer(OneTextAnswer):
     """The output is a list of items: messages, and calls of functions. A stream opens and closes them in order."""
 
     def __init__(self, body: bytes, origin: AnswerOrigin) -> None:
@@ -111,16 +110,11 @@ class ResponseAnswer(HttpAnswer):
         self._status = "in_progress"
         self._number = 0  # of the next frame
 
-    def whole(self, choices: Sequence[events.WrittenChoice]) -> dict[str, Any]:
-        for event in choices[0].events:
-            deque(self.frames(event), maxlen=0)
-        return self._response()
-
     def frames(self, event: events.ChoiceEvent) -> Iterator[bytes]:
         match event:
             case events.ChoiceBegan():
-                yield self._frame("response.created", response=self._response())
-                yield self._frame("response.in_progress", response=self._response())
+                yield self._frame("response.created", response=self.document())
+                yield self._frame("response.in_progress", response=self.document())
             case events.TextAdded() if event.text:
                 if not self._output or self._output[-1]["type"] != "message":
                     yield from self._open_message()
@@ -135,7 +129,7 @@ class ResponseAnswer(HttpAnswer):
                 self._status = "incomplete" if event.reason == "length" else "completed"
 
     def last_frames(self) -> Iterator[bytes]:
-        yield self._frame(f"response.{self._status}", response=self._response())
+        yield self._frame(f"response.{self._status}", response=self.document())
 
     def error_frame(self, problem: Problem) -> bytes:
         return self._frame("error", code=problem.code, message=problem.message, param=problem.param or None)
@@ -178,7 +172,7 @@ class ResponseAnswer(HttpAnswer):
         number, self._number = self._number, self._number + 1
         return frame({"type": name, "sequence_number": number, **fields}, name)
 
-    def _response(self) -> dict[str, Any]:
+    def document(self) -> dict[str, Any]:
         """The response so far."""
         use = self.request.tool_use
         named = {"type": "function", "name": use.named}
