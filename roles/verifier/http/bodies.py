@@ -22,59 +22,41 @@ from roles.http.answers import Problem, missing, read_model, wrong
 from roles.serving.tool_calls import Tool
 from wire.text_messages import MOST_PRIORITY
 
-IGNORED = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "prompt_cache_options",
-        "prediction",
-        "reasoning",
-        "reasoning_effort",
-        "verbosity",
-        "truncation",
-        "include",
-        "stream_options",
-        "cache_control",
-        "inference_geo",
-    }
-)
-"""Parameters for the service of OpenAI or Anthropic, and hints: the text is the same without them."""
-_TEXT_ONLY = "only text is supported"
-_CHAT_ONLY = "chats have tools: use /v1/chat/completions"
-_ONE_TEXT = "the best of several texts is found by /v1/completions only"
-_OLD_TOOLS = "it is the old name of tools: use tools and tool_choice"
-_STATELESS = "nothing is stored here: send the whole conversation"
-_NO_SERVER_TOOLS = "this endpoint runs no tools itself"
-NOT_OBEYED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "n": ((1,), "this interface has one answer: use /v1/chat/completions"),
-    "best_of": ((1,), _ONE_TEXT),
-    "echo": ((False,), "only /v1/completions repeats the prompt"),
-    "suffix": (("",), "text is written after the prompt, not into a gap"),
-    "top_logprobs": ((0,), "this interface returns no probabilities: use /v1/chat/completions"),
-    "tools": (([],), _CHAT_ONLY),
-    "tool_choice": (("none", "auto"), _CHAT_ONLY),
-    "parallel_tool_calls": ((True, False), _CHAT_ONLY),
-    "functions": (([],), _OLD_TOOLS),
-    "function_call": (("none", "auto"), _OLD_TOOLS),
-    "modalities": ((["text"],), _TEXT_ONLY),
-    "audio": ((), _TEXT_ONLY),
-    "web_search_options": ((), "there is no web search"),
-    "thinking": (({"type": "disabled"},), "whether a model thinks is up to its chat template"),
-    "mcp_servers": (([],), _NO_SERVER_TOOLS),
-    "container": ((), _NO_SERVER_TOOLS),
-    "context_management": ((), _STATELESS),
-    "previous_response_id": ((), _STATELESS),
-    "conversation": ((), _STATELESS),
-    "background": ((False,), _STATELESS),
-    "prompt": ((), "there are no stored prompts: send the text"),
-    "max_tool_calls": ((), _NO_SERVER_TOOLS),
+IGNORED = {
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction", "truncation", "include"),
+    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_control", "inference_geo"),
+    *("reasoning", "reasoning_effort", "verbosity", "stream_options"),
 }
-"""Parameters that would change the text → values that request nothing, and why others are refused."""
+"""Parameters for the service of OpenAI or Anthropic, and hints: the text is the same without them."""
+NOT_OBEYED: dict[str, str] = {
+    "n": "this interface has one answer: use /v1/chat/completions",
+    "best_of": "the best of several texts is found by /v1/completions only",
+    "echo": "only /v1/completions repeats the prompt",
+    "suffix": "text is written after the prompt, not into a gap",
+    "top_logprobs": "this interface returns no probabilities: use /v1/chat/completions",
+    **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), "chats have tools: use /v1/chat/completions"),
+    **dict.fromkeys(("functions", "function_call"), "it is the old name of tools: use tools and tool_choice"),
+    **dict.fromkeys(("modalities", "audio"), "only text is supported"),
+    "thinking": "whether a model thinks is up to its chat template",
+    **dict.fromkeys(
+        ("web_search_options", "mcp_servers", "container", "max_tool_calls"), "this endpoint runs no tools itself"
+    ),
+    **dict.fromkeys(
+        ("context_management", "previous_response_id", "conversation", "background"),
+        "nothing is stored here: send the whole conversation",
+    ),
+    "prompt": "there are no stored prompts: send the text",
+}
+"""Parameters that would change the text → why they are refused, unless their value requests nothing."""
+HARMLESS: tuple[Any, ...] = (None, False, 0, "", "none", "auto", [])
+HARMLESS_HERE = {
+    "n": 1,
+    "best_of": 1,
+    "parallel_tool_calls": True,
+    "modalities": ["text"],
+    "thinking": {"type": "disabled"},
+}
+"""Values that request nothing: of any parameter, and of some."""
 MOST_SCHEMA_CHARS, MOST_SCHEMA_MEMBERS, MOST_JSON_DEPTH = 1 << 17, 500, 32
 """Bounds of JSON schemas: characters of all of a request, members of an object or list in one, and its levels, which
 arguments of calls share. The time to compile an object grows with the square of its members."""
@@ -173,9 +155,8 @@ def check_others(fields: StrictModel) -> None:
         if name not in NOT_OBEYED:
             named = shortened(name, 64)
             raise Problem(400, f"unknown parameter {named}: leave it out", code="unknown_parameter", param=named)
-        harmless, why = NOT_OBEYED[name]
-        if value is not None and not any(type(value) is type(known) and value == known for known in harmless):
-            raise unsupported(name, why)
+        if value not in HARMLESS and value != HARMLESS_HERE.get(name):
+            raise unsupported(name, NOT_OBEYED[name])
 
 
 def check_needed(item: StrictModel, names: Iterable[str], where: str) -> None:
