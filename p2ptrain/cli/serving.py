@@ -160,7 +160,6 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
         member.on_drafters(update_drafters)
         member.answer("generate", partial(serve_texts, services))
         app = HttpApp(services, member.world, key=None, local=False)  # the seed has checked keys and pages
-        stack.push_async_callback(partial(app.settle, timeout_s=LEAVE_S))
         stack.callback(app.stop)
         member.answer("http", partial(answer_request, app))
         digests = [weights for _, _, weights in texts]

@@ -13,10 +13,12 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
+from starlette.types import Message as Event
 from starlette.types import Receive, Scope, Send
 
 from configs.loader import complaint
@@ -166,6 +168,42 @@ async def while_wanted(receive: Receive, work: Coroutine[Any, Any, None], stoppi
 async def _await_leaving(receive: Receive) -> None:
     while not (await receive())["type"].endswith(".disconnect"):
         pass
+
+
+class Delivery:
+    """An answer whose client may leave at any point, an ASGI application.
+
+    Args:
+        work: sends it. stopping: is set when the endpoint ends.
+        error_frame: the end of a stream that fails. It lacks its usual end: the text is incomplete.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[Send], Coroutine[Any, Any, None]],
+        stopping: asyncio.Event,
+        error_frame: Callable[[Exception], bytes],
+    ) -> None:
+        self._work, self._stopping, self._error_frame = work, stopping, error_frame
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        kind: str | None = None  # of what has begun
+
+        async def send_on(event: Event) -> None:
+            nonlocal kind
+            if event["type"] == "http.response.start":
+                kind = Headers(raw=event["headers"]).get("content-type", "")
+            await send(event)
+
+        try:
+            await while_wanted(receive, self._work(send_on), self._stopping)
+        except Exception as error:
+            if kind is None:
+                raise
+            if not isinstance(error, P2PTrainError | Problem):
+                tell(error)
+            if kind.startswith("text/event-stream"):  # else the server closes the connection, as the body is too short
+                await send_part(send, self._error_frame(error), more=False)
 
 
 _NOT_ROUTED = {404: "unknown_url", 405: "method_not_allowed"}

@@ -10,6 +10,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,34 +18,33 @@ from starlette.requests import HTTPConnection
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
 from p2ptrain.core.errors import NetworkError, P2PTrainError, PeerError, Refused, ResourceError, TooLong, UserError
 from p2ptrain.core.world import World
-from roles.background import Background
 from roles.http.access import Keys, read_key, refuse_pages
 from roles.http.answers import (
     HEADERS,
     RETRY_AFTER_S,
+    Delivery,
     JsonApp,
     Problem,
+    json_bytes,
     json_response,
     model_card,
     read_body,
     send_head,
     send_part,
-    tell,
-    while_wanted,
 )
-from roles.http.server import STOP_S, serving
-from roles.serving.texts import TokenizingService, Writing
-from roles.verifier.http.answer import AnswerOrigin, AnswerWriter, HttpAnswer
+from roles.http.server import serving
+from roles.serving.texts import TokenizingService
+from roles.verifier.http.answer import AnswerOrigin, HttpAnswer, Question
 from roles.verifier.http.chat import ChatAnswer
 from roles.verifier.http.completions import CompletionAnswer
-from roles.verifier.http.events import ChoiceBegan, ChoiceEvent, TextAdded
+from roles.verifier.http.events import ChoiceEvent, TextAdded
 from roles.verifier.http.messages import MessageAnswer, error_document, read_count
 from roles.verifier.http.responses import ResponseAnswer
-from roles.verifier.http.tokens import count_conversation, detokenize, read_detokenize, read_tokenize, tokenize
+from roles.verifier.http.tokens import read_detokenize, read_tokenize
 from wire.address import is_loopback
 from wire.transport import TcpNetwork
 
@@ -54,6 +54,12 @@ _INTERFACES: dict[str, Callable[[bytes, AnswerOrigin], HttpAnswer]] = {
     "/v1/chat/completions": ChatAnswer,
     "/v1/responses": ResponseAnswer,
     _MESSAGES: MessageAnswer,
+}
+
+_QUESTIONS: dict[str, Callable[[bytes], Question]] = {
+    f"{_MESSAGES}/count_tokens": read_count,
+    "/tokenize": read_tokenize,
+    "/detokenize": read_detokenize,
 }
 
 _EVENTS = {"content-type": "text/event-stream; charset=utf-8", "x-accel-buffering": "no"}
@@ -69,7 +75,7 @@ async def serving_http(
 ) -> AsyncIterator[tuple[str, int]]:
     """Answer HTTP on ``host:port`` while the body runs. Yields the bound address. Port 0: any free port.
 
-    At the end texts under way are ended and their clients told, within ``STOP_S``.
+    At the end texts under way are ended and their clients told.
 
     Args:
         services: of one model each.
@@ -80,12 +86,8 @@ async def serving_http(
     """
     sock = await open_socket(host, port, key)
     address: tuple[str, int] = sock.getsockname()[:2]
-    app = HttpApp(services, world, key=key, local=is_loopback(address[0]))
-    try:
-        async with serving(app, sock):
-            yield address
-    finally:
-        await app.settle(timeout_s=STOP_S)
+    async with serving(HttpApp(services, world, key=key, local=is_loopback(address[0])), sock):
+        yield address
 
 
 async def open_socket(host: str, port: int, key: str | None) -> socket.socket:
@@ -138,21 +140,14 @@ class HttpApp(JsonApp):
         self._services = {service.model: service for service in services}
         self._keys = None if key is None else Keys({key: "write"})
         self._pages_refused = local and key is None
-        self._closing = Background()
         routes = [
             Route(_HEALTH, self._health, methods=["GET"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{model:path}", self._one_model, methods=["GET"]),
             *(Route(path, self._write, methods=["POST"]) for path in _INTERFACES),
-            Route(f"{_MESSAGES}/count_tokens", self._count, methods=["POST"]),
-            Route("/tokenize", self._tokenize, methods=["POST"]),
-            Route("/detokenize", self._detokenize, methods=["POST"]),
+            *(Route(path, self._answer, methods=["POST"]) for path in _QUESTIONS),
         ]
         super().__init__(routes, problem_of)
-
-    async def settle(self, *, timeout_s: float) -> None:
-        await self._closing.settle(timeout_s=timeout_s)
-        await self._closing.stop()
 
     def let_in(self, asked: HTTPConnection) -> None:
         if self._pages_refused:
@@ -173,26 +168,17 @@ class HttpApp(JsonApp):
     async def _one_model(self, request: HttpRequest) -> Response:
         return json_response(_card(self._service(request.path_params["model"])))
 
-    async def _write(self, request: HttpRequest) -> _Reply:
-        interface = _INTERFACES[request.url.path]
-        random = self.world.random
+    async def _write(self, request: HttpRequest) -> Delivery:
+        interface, random = _INTERFACES[request.url.path], self.world.random
         origin = AnswerOrigin(f"{random.getrandbits(96):024x}", random.getrandbits(63), int(self.world.clock.wall()))
         answer = await self._read(request, lambda body: interface(body, origin))
-        answer.service = self._service(answer.request.model)
-        return _Reply(self, answer)
+        answer.service = self._service(answer.model)
+        work = partial(_send_stream if answer.is_stream else _send_whole, answer)
+        return Delivery(work, self.stopping, lambda error: answer.error_frame(self.problem(error)))
 
-    async def _count(self, request: HttpRequest) -> Response:
-        model, text, use = await self._read(request, read_count)
-        ids = await count_conversation(self._service(model), text.turns, use)
-        return json_response({"input_tokens": len(ids)})
-
-    async def _tokenize(self, request: HttpRequest) -> Response:
-        fields = await self._read(request, read_tokenize)
-        return json_response(await tokenize(self._service(fields.model), fields))
-
-    async def _detokenize(self, request: HttpRequest) -> Response:
-        fields = await self._read(request, read_detokenize)
-        return json_response(await detokenize(self._service(fields.model), fields))
+    async def _answer(self, request: HttpRequest) -> Response:
+        model, ask = await self._read(request, _QUESTIONS[request.url.path])
+        return json_response(await ask(self._service(model)))
 
     async def _read(self, request: HttpRequest, read: Callable[[bytes], _Body]) -> _Body:
         return await asyncio.to_thread(read, await read_body(request, MOST_BODY_BYTES))
@@ -205,59 +191,34 @@ class HttpApp(JsonApp):
             raise Problem(404, here, code="model_not_found", param="model")
         return service
 
-    async def close(self, writing: Writing) -> None:
-        await asyncio.wait({self._closing.start(writing.close(), "close a writing")})
+
+def _headers(answer: HttpAnswer) -> dict[str, str]:
+    return HEADERS | ({"p2ptrain-turns-left-out": str(answer.left_out)} if answer.left_out else {})
 
 
-class _Reply:
-    """The answer to one request, an ASGI application. Its client may leave at any point."""
+async def _send_whole(answer: HttpAnswer, send: Send) -> None:
+    choices = await answer.write_best()
+    # The log-probabilities of a long prompt take seconds.
+    body = await asyncio.to_thread(lambda: json_bytes(answer.whole(choices)))
+    about = {"content-type": "application/json", "content-length": str(len(body))}
+    await send_head(send, 200, _headers(answer) | about)
+    await send_part(send, body, more=False)
 
-    def __init__(self, app: HttpApp, answer: HttpAnswer) -> None:
-        self._app, self._answer = app, answer
-        random = app.world.random
-        self._writer = AnswerWriter(
-            answer.service, answer.request, close=app.close, draw_id=lambda: f"{random.getrandbits(96):024x}"
-        )
-        self._headers = dict[str, str]()
-        self._began = False
-        self._sending = asyncio.Lock()  # texts that are written at the same time share a stream
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = self._send_stream(send) if self._answer.request.is_stream else self._send_whole(scope, receive, send)
-        try:
-            await while_wanted(receive, work, self._app.stopping)
-        except Exception as error:
-            if not self._began:
-                raise
-            if not isinstance(error, P2PTrainError | Problem):
-                tell(error)
-            # The stream ends without its usual end: the text is incomplete.
-            await send_part(send, self._answer.error_frame(self._app.problem(error)), more=False)
+async def _send_stream(answer: HttpAnswer, send: Send) -> None:
+    has_begun, sending = False, asyncio.Lock()  # texts that are written at the same time share a stream
 
-    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        choices = await self._writer.write_best(self._count)
-        # The log-probabilities of a long prompt take seconds.
-        response = await asyncio.to_thread(lambda: json_response(self._answer.whole(choices), headers=self._headers))
-        self._began = True
-        await response(scope, receive, send)
+    async def take(event: ChoiceEvent) -> None:
+        nonlocal has_begun
+        async with sending:
+            if not has_begun:  # only now is it certain that a text begins
+                has_begun = True
+                await send_head(send, 200, _EVENTS | _headers(answer))
+            frames = answer.frames(event)
+            if isinstance(event, TextAdded) and event.is_prompt:  # as above
+                frames = iter(await asyncio.to_thread(list, frames))
+            for frame in frames:
+                await send_part(send, frame)
 
-    async def _send_stream(self, send: Send) -> None:
-        async def take(event: ChoiceEvent) -> None:
-            self._count(event)
-            async with self._sending:
-                if not self._began:  # only now is it certain that a text begins
-                    self._began = True
-                    await send_head(send, 200, HEADERS | _EVENTS | self._headers)
-                frames = self._answer.frames(event)
-                if isinstance(event, TextAdded) and event.is_prompt:  # as above
-                    frames = iter(await asyncio.to_thread(list, frames))
-                for frame in frames:
-                    await send_part(send, frame)
-
-        await self._writer.write(take)
-        await send_part(send, b"".join(self._answer.last_frames()), more=False)
-
-    def _count(self, event: ChoiceEvent) -> None:
-        self._answer.count(event)
-        if isinstance(event, ChoiceBegan) and event.left_out:
-            self._headers["p2ptrain-turns-left-out"] = str(event.left_out)
+    await answer.write(take)
+    await send_part(send, b"".join(answer.last_frames()), more=False)

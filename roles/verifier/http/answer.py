@@ -1,7 +1,7 @@
 """Requests and answers, as all interfaces have them.
 
-An interface reads a body as an ``HttpAnswer``, which has an ``AnswerRequest``. ``AnswerWriter`` has the service write
-its texts, and reports ``events``. The answer turns them into a document, or into the frames of a stream.
+An interface reads a body as an ``HttpAnswer``. It has the service write its texts, and turns the ``events`` of writing
+into a document, or into the frames of a stream.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from p2ptrain import __version__
@@ -23,7 +23,7 @@ from roles.http.answers import Problem, json_bytes, missing, shutting_down, wron
 from roles.serving.texts import TextPiece, TextRequest, TokenizingService, Writing
 from roles.serving.tool_calls import FORMATS, CallReader, Tool, ToolCall, call_grammar, explain_tools, json_grammar
 from roles.verifier.http import events
-from roles.verifier.http.bodies import MOST_TOOLS, AnswerFormat, JsonSchema, SamplingFields, check_schemas
+from roles.verifier.http.bodies import MOST_TOOLS, AnswerFormat, FunctionFields, SamplingFields, check_schemas
 
 AT_ONCE = 8
 """Texts of one request that are written at a time: half of the usual places of a verifier."""
@@ -42,25 +42,7 @@ class ToolUse:
     has_many: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerRequest:
-    """A valid request.
-
-    Attributes:
-        texts: one per prompt, in order.
-        choices: texts of each prompt in the answer: the likeliest of ``candidates``, if these are more.
-        echo: the answer repeats the prompts.
-        schema: the text is JSON that matches it.
-    """
-
-    model: str
-    texts: tuple[TextRequest, ...]
-    is_stream: bool
-    choices: int = 1
-    candidates: int = 1
-    echo: bool = False
-    tool_use: ToolUse = field(default_factory=ToolUse)
-    schema: JsonSchema | None = None
+NO_TOOLS = ToolUse()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,27 +78,44 @@ def text_request(fields: SamplingFields, origin: AnswerOrigin, **more: Any) -> T
     return TextRequest(**(options | more))
 
 
-def read_schema(wanted: AnswerFormat | None, schema: JsonSchema | None, where: str) -> JsonSchema | None:
-    """The JSON schema of an answer; ``schema``: that of the type ``json_schema``. Raises ``Problem``."""
+def read_format(wanted: AnswerFormat | None, where: str, *, is_strict: bool | None = None) -> str:
+    """The grammar of an answer; empty: it is free. ``where``: the schema's place. ``is_strict``: None: the format says
+    so. Raises ``Problem``."""
     if wanted is None or wanted.type == "text":
-        return None
+        return ""
     if wanted.type == "json_object":
-        return JsonSchema(schema={"type": "object"})
+        return json_grammar({"type": "object"}, is_strict=False)
+    found = wanted.json_schema or wanted
+    schema = {} if found.schema_ is None and wanted.json_schema else found.schema_
     if schema is None:
         raise missing(where)
-    check_schemas([(where, schema.schema_)])
-    return schema
+    check_schemas([(where, schema)])
+    return json_grammar(schema, is_strict=bool(found.strict if is_strict is None else is_strict))
 
 
-def read_tool_use(tools: Sequence[Tool], choice: str | None, named: str, *, is_parallel: bool | None) -> ToolUse:
-    """What a body has about tools. ``is_parallel``: several calls are allowed, which is usual. Raises ``Problem``."""
-    names = {tool.name for tool in tools}
+def read_tool_use(
+    functions: Sequence[FunctionFields],
+    where: str,
+    choice: str | FunctionFields | None = None,
+    *,
+    is_parallel: bool | None = None,
+) -> ToolUse:
+    """What a body has about tools. Raises ``Problem``.
+
+    Args:
+        where: place of the arguments' schema in a tool.
+        choice: as of ``ToolUse``, or the function that the model must call.
+        is_parallel: several calls are allowed, which is usual.
+    """
+    tools = tuple(function.tool(f"tools.{index}.{where}") for index, function in enumerate(functions))
+    names, named = {tool.name for tool in tools}, choice.name if isinstance(choice, FunctionFields) else ""
     if len(tools) > MOST_TOOLS or len(names) < len(tools):
         raise wrong("tools", f"at most {MOST_TOOLS} tools are allowed, each with a name of its own")
     if (named and named not in names) or (choice == "required" and not tools):
         raise wrong("tool_choice", "tools has no such tool")
     check_schemas((f"tools.{index}", tool.parameters) for index, tool in enumerate(tools))
-    return ToolUse(tuple(tools), choice or "auto", named, has_many=is_parallel is not False and not named)
+    kind = choice if isinstance(choice, str) else "auto"
+    return ToolUse(tools, kind, named, has_many=is_parallel is not False and not named)
 
 
 # -------------------------------------------------------------------------------------------------------------- writing
@@ -127,13 +126,13 @@ _ENDED = {"stop": "stop", "end": "stop", "length": "length"}
 
 
 async def adapt_text(
-    service: TokenizingService, text: TextRequest, use: ToolUse, schema: JsonSchema | None
+    service: TokenizingService, text: TextRequest, use: ToolUse
 ) -> tuple[TextRequest, CallReader | None]:
-    """Add tools and the format of the answer to a request, as the model's template needs them. Returns the request, and
-    a reader of the calls if there may be some."""
-    grammar = "" if schema is None else json_grammar(schema.schema_, is_strict=bool(schema.strict))
+    """Add tools to a request, as the model's template needs them. Returns the request, and a reader of the calls if
+    there may be some."""
     if not text.turns:
-        return replace(text, grammar=grammar), None
+        return text, None
+    grammar = text.grammar
     tools = () if use.choice == "none" else use.tools
     form = FORMATS[service.tool_format if service.has_tools else "json"]
     turns = text.turns
@@ -168,33 +167,48 @@ def _with_short_ids(turn: Turn) -> Turn:
     return replace(turn, tool_calls=json.dumps(calls) if calls else "", tool_call_id=ident)
 
 
-class AnswerWriter:
-    """Has a service write the texts of a request.
+class HttpAnswer(ABC):
+    """The answer to one request, in the form of an interface.
 
     Args:
-        close: ends a writing, also if its task is cancelled.
-        draw_id: makes the digits of a call's id.
+        texts: one per prompt, in order.
+        choices: texts of each prompt in the answer: the likeliest of ``candidates``, if these are more.
+        echo: the answer repeats the prompts.
+
+    Attributes:
+        service: writes the texts; set before they are written.
+        has_usage: a stream shall have the number of tokens.
+        left_out: turns of the conversation that did not fit the context.
     """
+
+    service: TokenizingService
 
     def __init__(
         self,
-        service: TokenizingService,
-        request: AnswerRequest,
+        fields: SamplingFields,
+        origin: AnswerOrigin,
+        texts: Sequence[TextRequest],
+        tool_use: ToolUse = NO_TOOLS,
         *,
-        close: Callable[[Writing], Awaitable[None]],
-        draw_id: Callable[[], str],
+        choices: int = 1,
+        candidates: int = 1,
+        echo: bool = False,
     ) -> None:
-        self._service, self._request = service, request
-        self._close, self._draw_id = close, draw_id
+        self.model, self.is_stream, self.origin = fields.model, bool(fields.stream), origin
+        self.texts, self.tool_use = texts, tool_use
+        self.has_usage = fields.stream_options is not None and bool(fields.stream_options.include_usage)
+        self._choices, self._candidates, self._echo = choices, candidates, echo
+        self.prompt_tokens = self.new_tokens = self.left_out = 0
+
+    # ---------------------------------------------------------------------------------------------------------- writing
 
     async def write(self, take: Taker) -> None:
         """Write all texts, ``AT_ONCE`` at a time, and have ``take`` take their events. Raises what the first one
         raises that fails; the others are ended."""
-        candidates = self._request.candidates
         texts = (
-            (index * candidates + number, text, number)
-            for index, text in enumerate(self._request.texts)
-            for number in range(candidates)
+            (index * self._candidates + number, text, number)
+            for index, text in enumerate(self.texts)
+            for number in range(self._candidates)
         )
 
         async def write_next() -> None:
@@ -204,19 +218,18 @@ class AnswerWriter:
 
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(AT_ONCE, candidates * len(self._request.texts))):
+                for _ in range(min(AT_ONCE, self._candidates * len(self.texts))):
                     group.create_task(write_next(), name="texts of a request")
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
-    async def write_best(self, note: Callable[[events.ChoiceEvent], None]) -> list[events.WrittenChoice]:
+    async def write_best(self) -> list[events.WrittenChoice]:
         """The choices of all prompts, in order: of each prompt the likeliest candidates, by the mean log-probability of
-        their tokens. ``note`` is called with each event. Raises as ``write``."""
-        candidates, choices = self._request.candidates, self._request.choices
-        texts = [events.WrittenChoice() for _ in range(candidates * len(self._request.texts))]
+        their tokens. Raises as ``write``."""
+        candidates, choices = self._candidates, self._choices
+        texts = [events.WrittenChoice() for _ in range(candidates * len(self.texts))]
 
         async def take(event: events.ChoiceEvent) -> None:
-            note(event)
             texts[event.index].events.append(event)
 
         await self.write(take)
@@ -226,75 +239,51 @@ class AnswerWriter:
         return [text for group in groups for text in group]
 
     async def _write_text(self, index: int, text: TextRequest, take: Taker) -> None:
-        adapted, reader = await adapt_text(self._service, text, self._request.tool_use, self._request.schema)
-        writing = await self._service.write(adapted)
+        text, reader = await adapt_text(self.service, text, self.tool_use)
+        writing = await self.service.write(text)
         try:
-            async with aclosing(self._events(index, adapted, writing, reader)) as stream:
-                async for event in stream:
-                    await take(event)
+            await self._read_text(index, text, writing, reader, take)
         finally:
-            await self._close(writing)
+            await writing.close()
 
-    async def _events(
-        self, index: int, text: TextRequest, writing: Writing, reader: CallReader | None
-    ) -> AsyncGenerator[events.ChoiceEvent, None]:
-        yield events.ChoiceBegan(index, writing.prompt_tokens, writing.left_out)
-        echoes, calls = self._request.echo, 0
+    async def _read_text(
+        self, index: int, text: TextRequest, writing: Writing, reader: CallReader | None, take: Taker
+    ) -> None:
+        if index % self._candidates == 0:  # a prompt counts once, however many texts follow it
+            self.prompt_tokens += writing.prompt_tokens
+        self.left_out = max(self.left_out, writing.left_out)
+        await take(events.ChoiceBegan(index))
+        echoes, calls = self._echo, 0
         async for piece in _with_end(writing):
             if echoes:
                 echoes = False
-                prompt = text.prompt or await self._service.detokenize(text.ids)
+                prompt = text.prompt or await self.service.detokenize(text.ids)
                 scored = tuple(writing.prompt_logprobs)
-                yield events.TextAdded(index, prompt, writing.prompt_ids, scored, is_prompt=True)
+                await take(events.TextAdded(index, prompt, writing.prompt_ids, scored, is_prompt=True))
             if reader is None:
                 parts: list[str | ToolCall] = [piece.text] if piece is not None else []
             else:
                 parts = reader.feed(piece.text) if piece is not None else reader.finish()
             if piece is not None:
+                self.new_tokens += len(piece.tokens)
                 first = parts.pop(0) if parts and isinstance(parts[0], str) else ""
-                yield events.TextAdded(index, str(first), piece.tokens, piece.logprobs)
+                await take(events.TextAdded(index, str(first), piece.tokens, piece.logprobs))
             for part in parts:
                 if isinstance(part, str):
-                    yield events.TextAdded(index, part)
+                    await take(events.TextAdded(index, part))
                     continue
-                yield events.CallAdded(index, calls, self._draw_id(), part.name, part.arguments)
+                ident = f"{self.origin.digits}{index:03x}{calls:x}"
+                await take(events.CallAdded(index, calls, ident, part.name, part.arguments))
                 calls += 1
-                if not self._request.tool_use.has_many:
-                    yield events.ChoiceEnded(index, "tool_calls")
+                if not self.tool_use.has_many:
+                    await take(events.ChoiceEnded(index, "tool_calls"))
                     return
         if (reason := _ENDED.get(writing.ended)) is None:
             raise shutting_down()
-        yield events.ChoiceEnded(index, "tool_calls" if calls and reason == "stop" else reason, writing.stop_reason)
+        reason = "tool_calls" if calls and reason == "stop" else reason
+        await take(events.ChoiceEnded(index, reason, writing.stop_reason))
 
-
-async def _with_end(writing: Writing) -> AsyncIterator[TextPiece | None]:
-    async for piece in writing:
-        yield piece
-    yield None
-
-
-# -------------------------------------------------------------------------------------------------------------- answers
-
-
-class HttpAnswer(ABC):
-    """The answer to one request, in the form of an interface.
-
-    Attributes:
-        service: writes the texts; set before they are written.
-    """
-
-    service: TokenizingService
-
-    def __init__(self, request: AnswerRequest, origin: AnswerOrigin) -> None:
-        self.request, self.origin = request, origin
-        self.prompt_tokens = self.new_tokens = 0
-
-    def count(self, event: events.ChoiceEvent) -> None:
-        """Add up tokens. A prompt counts once, however many texts follow it."""
-        if isinstance(event, events.ChoiceBegan) and event.index % self.request.candidates == 0:
-            self.prompt_tokens += event.prompt_tokens
-        elif isinstance(event, events.TextAdded) and not event.is_prompt:
-            self.new_tokens += len(event.tokens)
+    # ------------------------------------------------------------------------------------------------------------ forms
 
     @abstractmethod
     def whole(self, choices: Sequence[events.WrittenChoice]) -> dict[str, Any]:
@@ -310,6 +299,22 @@ class HttpAnswer(ABC):
 
     def error_frame(self, problem: Problem) -> bytes:
         return frame(problem.as_json())
+
+
+async def _with_end(writing: Writing) -> AsyncIterator[TextPiece | None]:
+    async for piece in writing:
+        yield piece
+    yield None
+
+
+Question = tuple[str | None, Callable[[TokenizingService], Awaitable[dict[str, Any]]]]
+"""A model, None for the first one, and a question to it that needs no text to be written."""
+
+
+async def prompt_of(service: TokenizingService, text: TextRequest, use: ToolUse) -> list[int]:
+    """Token ids of the prompt of a conversation's next answer."""
+    adapted, _ = await adapt_text(service, text, use)
+    return await service.tokenize_turns(adapted.turns, adapted.tools)
 
 
 class OneTextAnswer(HttpAnswer):
@@ -330,7 +335,8 @@ def frame(document: Mapping[str, Any], name: str = "") -> bytes:
     return (f"event: {name}\n".encode() if name else b"") + b"data: " + json_bytes(document) + b"\n\n"
 
 
-def fingerprint(service: TokenizingService) -> str:
+@cache
+def fingerprint(model: str, created: int) -> str:
     """A digest of what may change the text: the model's files and the version of this program."""
-    identity = f"{__version__}\n{service.model}\n{service.created}"
+    identity = f"{__version__}\n{model}\n{created}"
     return "fp_" + hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=6).hexdigest()

@@ -25,7 +25,7 @@ from wire.text_messages import MOST_PRIORITY
 IGNORED = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction", "truncation", "include"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_control", "inference_geo"),
-    *("reasoning", "reasoning_effort", "verbosity", "stream_options"),
+    *("reasoning", "reasoning_effort", "verbosity"),
 }
 """Parameters for the service of OpenAI or Anthropic, and hints: the text is the same without them."""
 NOT_OBEYED: dict[str, str] = {
@@ -89,8 +89,12 @@ def joined(content: str | list[ContentPart] | None) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
 
 
+class StreamOptions(StrictModel):
+    include_usage: bool | None = None
+
+
 class SamplingFields(StrictModel):
-    """Parameters of sampling that all interfaces of OpenAI have here; those of vLLM are among them."""
+    """Parameters that all interfaces have here; those of vLLM are among them."""
 
     model: ModelName
     temperature: float | None = Field(default=None, ge=0)
@@ -108,18 +112,18 @@ class SamplingFields(StrictModel):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
+    stream_options: StreamOptions | None = None
     speculate: Literal["auto", "off"] = "auto"
     priority: int = Field(default=0, ge=-MOST_PRIORITY, le=MOST_PRIORITY)
 
 
 class JsonSchema(StrictModel):
-    name: Name = "answer"
-    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
-class AnswerFormat(StrictModel):
-    """``response_format``; in ``/v1/responses`` the fields of ``json_schema`` are beside its type."""
+class AnswerFormat(JsonSchema):
+    """The format of an answer. Chats and completions have the schema in ``json_schema``, others beside the type."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None

@@ -11,9 +11,8 @@ from p2ptrain.compute.text import TOOL
 from p2ptrain.core.serving import MOST_TOP_LOGPROBS, TokenLogprob
 from p2ptrain.core.texts import shortened
 from roles.http.answers import missing, wrong
-from roles.serving.tool_calls import Tool
 from roles.verifier.http import bodies, events
-from roles.verifier.http.answer import AnswerOrigin, AnswerRequest, ToolUse, read_tool_use, text_request
+from roles.verifier.http.answer import AnswerOrigin, ToolUse, read_tool_use, text_request
 from roles.verifier.http.completions import OpenAiAnswer, OpenAiFields, finite
 
 
@@ -53,14 +52,16 @@ class ChatFields(OpenAiFields):
     parallel_tool_calls: bool | None = None
 
     def tool_use(self) -> ToolUse:
-        choice, named = self.tool_choice, ""
-        if isinstance(choice, ChatTool):
-            named, choice = choice.function.name, None
-        return read_tool_use(read_tools(self.tools), choice, named, is_parallel=self.parallel_tool_calls)
+        choice = self.tool_choice.function if isinstance(self.tool_choice, ChatTool) else self.tool_choice
+        return read_tools(self.tools, choice, is_parallel=self.parallel_tool_calls)
 
 
-def read_tools(tools: list[ChatTool] | None) -> list[Tool]:
-    return [tool.function.tool(f"tools.{index}.function.parameters") for index, tool in enumerate(tools or ())]
+def read_tools(
+    tools: list[ChatTool] | None, choice: str | bodies.FunctionFields | None = None, *, is_parallel: bool | None = None
+) -> ToolUse:
+    """As ``read_tool_use``."""
+    functions = [tool.function for tool in tools or ()]
+    return read_tool_use(functions, "function.parameters", choice, is_parallel=is_parallel)
 
 
 def read_messages(messages: list[ChatMessage]) -> bodies.TurnList:
@@ -100,17 +101,10 @@ class ChatAnswer(OpenAiAnswer):
             turns=read_messages(fields.messages).finish("messages"),
             max_new_tokens=most,
             logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+            grammar=fields.grammar(),
         )
-        request = AnswerRequest(
-            model=fields.model,
-            texts=(text,),
-            is_stream=bool(fields.stream),
-            choices=fields.n or 1,
-            candidates=fields.n or 1,
-            tool_use=fields.tool_use(),
-            schema=fields.answer_schema(),
-        )
-        super().__init__(request, origin, fields)
+        count = fields.n or 1
+        super().__init__(fields, origin, [text], fields.tool_use(), choices=count, candidates=count)
 
     def content(self, choice: events.WrittenChoice) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.text}
@@ -131,7 +125,7 @@ class ChatAnswer(OpenAiAnswer):
                 yield self.choice_frame(event, delta={})
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob | None]) -> dict[str, Any] | None:
-        if self.request.texts[0].logprobs is None:
+        if self.texts[0].logprobs is None:
             return None
         rows = [
             {

@@ -17,11 +17,10 @@ from roles.verifier.http import bodies, events
 from roles.verifier.http.answer import (
     MOST_TEXTS,
     AnswerOrigin,
-    AnswerRequest,
     HttpAnswer,
     fingerprint,
     frame,
-    read_schema,
+    read_format,
     text_request,
 )
 
@@ -32,10 +31,6 @@ MOST_ECHOED = 1 << 23
 LOWEST_LOGPROB = -9999.0
 
 
-class StreamOptions(bodies.StrictModel):
-    include_usage: bool | None = None
-
-
 class OpenAiFields(bodies.SamplingFields):
     """What bodies of completions and chats share."""
 
@@ -43,7 +38,6 @@ class OpenAiFields(bodies.SamplingFields):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
     response_format: bodies.AnswerFormat | None = None
-    stream_options: StreamOptions | None = None
 
     def most_tokens(self) -> int | None:
         """Raises ``Problem``: two limits."""
@@ -54,10 +48,8 @@ class OpenAiFields(bodies.SamplingFields):
             raise wrong("stream_options", "allowed only if stream is true")
         return max(named) if named else None
 
-    def answer_schema(self) -> bodies.JsonSchema | None:
-        wanted = self.response_format
-        schema = None if wanted is None else wanted.json_schema
-        return read_schema(wanted, schema, "response_format.json_schema")
+    def grammar(self) -> str:
+        return read_format(self.response_format, "response_format.json_schema")
 
 
 class CompletionFields(OpenAiFields):
@@ -86,10 +78,6 @@ class OpenAiAnswer(HttpAnswer):
     kind: ClassVar[str]
     frame_kind: ClassVar[str]
 
-    def __init__(self, request: AnswerRequest, origin: AnswerOrigin, fields: OpenAiFields) -> None:
-        super().__init__(request, origin)
-        self._has_usage = fields.stream_options is not None and bool(fields.stream_options.include_usage)
-
     def whole(self, choices: Sequence[events.WrittenChoice]) -> dict[str, Any]:
         listed = [
             {"index": index, **self.content(choice), **_end_fields(choice.events[-1])}
@@ -103,10 +91,10 @@ class OpenAiAnswer(HttpAnswer):
 
     def choice_frame(self, event: events.ChoiceEvent, logprobs: object = None, **content: Any) -> bytes:
         choice = {"index": event.index, **content, "logprobs": logprobs, **_end_fields(event)}
-        return frame(self._document(self.frame_kind, [choice]) | ({"usage": None} if self._has_usage else {}))
+        return frame(self._document(self.frame_kind, [choice]) | ({"usage": None} if self.has_usage else {}))
 
     def last_frames(self) -> Iterator[bytes]:
-        if self._has_usage:
+        if self.has_usage:
             yield frame(self._document(self.frame_kind, []) | {"usage": self._usage()})
         yield DONE
 
@@ -116,7 +104,7 @@ class OpenAiAnswer(HttpAnswer):
             "object": kind,
             "created": self.origin.created,
             "model": self.service.model,
-            "system_fingerprint": fingerprint(self.service),
+            "system_fingerprint": fingerprint(self.service.model, self.service.created),
             "choices": choices,
         }
 
@@ -157,20 +145,13 @@ class CompletionAnswer(OpenAiAnswer):
             max_new_tokens=most,
             logprobs=0 if fields.logprobs is None and needs_logprobs else fields.logprobs,
             prompt_logprobs=is_scored,
+            grammar=fields.grammar(),
         )
-        request = AnswerRequest(
-            model=fields.model,
-            texts=tuple(
-                replace(text, prompt=prompt) if isinstance(prompt, str) else replace(text, ids=tuple(prompt))
-                for prompt in prompts
-            ),
-            is_stream=bool(fields.stream),
-            choices=choices,
-            candidates=candidates,
-            echo=bool(fields.echo),
-            schema=fields.answer_schema(),
-        )
-        super().__init__(request, origin, fields)
+        texts = [
+            replace(text, prompt=prompt) if isinstance(prompt, str) else replace(text, ids=tuple(prompt))
+            for prompt in prompts
+        ]
+        super().__init__(fields, origin, texts, choices=choices, candidates=candidates, echo=bool(fields.echo))
         self._has_logprobs = fields.logprobs is not None
         self._tables = dict[int, LogprobTable]()
 

@@ -17,8 +17,7 @@ class ChoiceEvent:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceBegan(ChoiceEvent):
-    prompt_tokens: int
-    left_out: int
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class TextAdded(ChoiceEvent):
 
 @dataclass(frozen=True, slots=True)
 class CallAdded(ChoiceEvent):
-    """``number``: of the call in this text. ``ident``: its random digits."""
+    """``number``: of the call in this text. ``ident``: digits that no other call has."""
 
     number: int
     ident: str

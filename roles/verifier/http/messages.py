@@ -11,14 +11,16 @@ from pydantic import Field
 
 from p2ptrain.compute.text import Turn
 from roles.http.answers import Problem, wrong
-from roles.serving.texts import TextRequest
+from roles.serving.texts import TextRequest, TokenizingService
 from roles.verifier.http import bodies, events
 from roles.verifier.http.answer import (
     AnswerOrigin,
-    AnswerRequest,
     OneTextAnswer,
+    Question,
     ToolUse,
     frame,
+    prompt_of,
+    read_format,
     read_tool_use,
     text_request,
 )
@@ -62,16 +64,11 @@ class _ToolChoice(bodies.StrictModel):
     disable_parallel_tool_use: bool | None = None
 
 
-class _OutputFormat(bodies.StrictModel):
-    type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
-
-
 class _OutputConfig(bodies.StrictModel):
     """``effort`` is a hint, which changes nothing here."""
 
     effort: str | None = None
-    format: _OutputFormat | None = None
+    format: bodies.AnswerFormat | None = None
 
 
 class CountFields(bodies.SamplingFields):
@@ -87,10 +84,15 @@ class MessageFields(CountFields):
     stop_sequences: bodies.StopStrings | None = None
 
 
-def read_count(body: bytes) -> tuple[str, TextRequest, ToolUse]:
-    """The model of a ``count_tokens``, and the conversation."""
+def read_count(body: bytes) -> Question:
+    """Count the tokens of a conversation."""
     fields = bodies.read_body_of(CountFields, body)
-    return fields.model, text_request(fields, AnswerOrigin("", 0, 0), turns=_turns(fields)), _tool_use(fields)
+    text, use = TextRequest(turns=_turns(fields)), _tool_use(fields)
+
+    async def count(service: TokenizingService) -> dict[str, Any]:
+        return {"input_tokens": len(await prompt_of(service, text, use))}
+
+    return fields.model, count
 
 
 def _turns(fields: CountFields) -> tuple[Turn, ...]:
@@ -105,16 +107,11 @@ def _turns(fields: CountFields) -> tuple[Turn, ...]:
     return turns.finish("messages")
 
 
-def _answer_schema(fields: CountFields) -> bodies.JsonSchema | None:
+def _grammar(fields: CountFields) -> str:
     """Raises ``Problem``."""
-    if fields.output_config is None:
-        return None
-    bodies.check_others(fields.output_config)
-    wanted = fields.output_config.format
-    if wanted is None:
-        return None
-    bodies.check_schemas([("output_config.format.schema", wanted.schema_)])
-    return bodies.JsonSchema(schema=wanted.schema_, strict=True)
+    config = fields.output_config or _OutputConfig()
+    bodies.check_others(config)
+    return read_format(config.format, "output_config.format.schema", is_strict=True)
 
 
 def _add_blocks(turns: bodies.TurnList, role: str, blocks: Sequence[_Block], where: str) -> None:
@@ -147,10 +144,11 @@ def _tool_use(fields: CountFields) -> ToolUse:
     choice = fields.tool_choice or _ToolChoice(type="auto")
     if (choice.type == "tool") != (choice.name is not None):
         raise wrong("tool_choice.name", "the type tool has a name, and no other has one")
+    function = bodies.FunctionFields(name=choice.name) if choice.name else None
     return read_tool_use(
-        [tool.tool(f"tools.{index}.input_schema") for index, tool in enumerate(fields.tools or ())],
-        {"any": "required", "none": "none"}.get(choice.type),
-        choice.name or "",
+        fields.tools or (),
+        "input_schema",
+        function or {"any": "required"}.get(choice.type, choice.type),
         is_parallel=not choice.disable_parallel_tool_use,
     )
 
@@ -160,11 +158,10 @@ class MessageAnswer(OneTextAnswer):
 
     def __init__(self, body: bytes, origin: AnswerOrigin) -> None:
         fields = bodies.read_body_of(MessageFields, body)
-        text = text_request(fields, origin, turns=_turns(fields), max_new_tokens=fields.max_tokens)
+        grammar, most = _grammar(fields), fields.max_tokens
+        text = text_request(fields, origin, turns=_turns(fields), max_new_tokens=most, grammar=grammar)
         text = replace(text, stop=(*text.stop, *(fields.stop_sequences or ())))
-        schema, use = _answer_schema(fields), _tool_use(fields)
-        request = AnswerRequest(fields.model, (text,), bool(fields.stream), tool_use=use, schema=schema)
-        super().__init__(request, origin)
+        super().__init__(fields, origin, [text], _tool_use(fields))
         self._blocks = list[dict[str, Any]]()
         self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
@@ -186,7 +183,7 @@ class MessageAnswer(OneTextAnswer):
                 yield self._delta({"type": "input_json_delta", "partial_json": event.arguments})
             case events.ChoiceEnded():
                 yield from self._close_block()
-                is_asked = event.reason == "stop" and event.stop_reason in self.request.texts[0].stop
+                is_asked = event.reason == "stop" and event.stop_reason in self.texts[0].stop
                 reason = "stop_sequence" if is_asked else _REASONS[event.reason]
                 self._end = {"stop_reason": reason, "stop_sequence": event.stop_reason if is_asked else None}
 

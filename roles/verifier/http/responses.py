@@ -12,11 +12,10 @@ from roles.http.answers import Problem
 from roles.verifier.http import bodies, events
 from roles.verifier.http.answer import (
     AnswerOrigin,
-    AnswerRequest,
     OneTextAnswer,
     ToolUse,
     frame,
-    read_schema,
+    read_format,
     read_tool_use,
     text_request,
 )
@@ -45,14 +44,8 @@ class _Function(bodies.FunctionFields):
     type: Literal["function"]
 
 
-class _Format(bodies.AnswerFormat):
-    name: bodies.Name = "answer"
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-
 class _Text(bodies.StrictModel):
-    format: _Format | None = None
+    format: bodies.AnswerFormat | None = None
 
 
 class ResponseFields(bodies.SamplingFields):
@@ -84,18 +77,7 @@ class ResponseFields(bodies.SamplingFields):
         return turns.finish("input")
 
     def tool_use(self) -> ToolUse:
-        choice, named = self.tool_choice, ""
-        if isinstance(choice, _Function):
-            named, choice = choice.name, None
-        tools = [tool.tool(f"tools.{index}.parameters") for index, tool in enumerate(self.tools or ())]
-        return read_tool_use(tools, choice, named, is_parallel=self.parallel_tool_calls)
-
-    def answer_schema(self) -> bodies.JsonSchema | None:
-        wanted = None if self.text is None else self.text.format
-        if wanted is None or wanted.schema_ is None:
-            return read_schema(wanted, None, "text.format.schema")
-        schema = bodies.JsonSchema(name=wanted.name, schema=wanted.schema_, strict=wanted.strict)
-        return read_schema(wanted, schema, "text.format.schema")
+        return read_tool_use(self.tools or (), "parameters", self.tool_choice, is_parallel=self.parallel_tool_calls)
 
 
 class ResponseAnswer(OneTextAnswer):
@@ -103,9 +85,10 @@ class ResponseAnswer(OneTextAnswer):
 
     def __init__(self, body: bytes, origin: AnswerOrigin) -> None:
         self._fields = fields = bodies.read_body_of(ResponseFields, body)
-        text = text_request(fields, origin, turns=fields.turns(), max_new_tokens=fields.max_output_tokens)
-        schema, use = fields.answer_schema(), fields.tool_use()
-        super().__init__(AnswerRequest(fields.model, (text,), bool(fields.stream), tool_use=use, schema=schema), origin)
+        grammar = read_format(fields.text.format if fields.text else None, "text.format.schema")
+        most, turns = fields.max_output_tokens, fields.turns()
+        text = text_request(fields, origin, turns=turns, max_new_tokens=most, grammar=grammar)
+        super().__init__(fields, origin, [text], fields.tool_use())
         self._output = list[dict[str, Any]]()
         self._status = "in_progress"
         self._number = 0  # of the next frame
@@ -174,7 +157,7 @@ class ResponseAnswer(OneTextAnswer):
 
     def document(self) -> dict[str, Any]:
         """The response so far."""
-        use = self.request.tool_use
+        use = self.tool_use
         named = {"type": "function", "name": use.named}
         is_cut = self._status == "incomplete"
         return {
