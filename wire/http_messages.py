@@ -1,7 +1,7 @@
 """Messages that carry one HTTP request from the seed to a verifier, on a connection of its own (purpose ``http``)::
 
     seed → verifier    HttpRequest, then one bulk frame (its body)
-    verifier → seed    HttpHead, then HttpPart as the body is written; or StreamRefused instead of any of them
+    verifier → seed    HttpPart as the answer is written; or StreamRefused instead of any of them
 
 The seed closes the connection after the last part, or earlier if its client leaves: then the verifier stops writing. It
 reads no faster than its client, and TCP slows down the verifier. Both sides send KeepAlive.
@@ -36,15 +36,10 @@ class HttpRequest(Message, kind=75):
     model: Annotated[str, Bound(0, MODEL_CHARS)] = ""
 
 
-class HttpHead(Message, kind=76):
-    """The answer begins."""
-
-    status: Annotated[int, Bound(200, 599)]
-    headers: Headers = field(default_factory=dict)
-
-
 class HttpPart(Message, kind=77):
-    """The next part of the answer's body."""
+    """The next part of the answer's body. The first one has the status and the headers; of others the status is 0."""
 
     data: Annotated[bytes, Bound(0, PART_BYTES)]
     is_last: bool
+    status: Annotated[int, Bound(0, 599)] = 0
+    headers: Headers = field(default_factory=dict)

@@ -7,9 +7,8 @@ noticed at once if its socket closes, else by its silence.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager, suppress
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import suppress
 from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Scope
@@ -20,7 +19,7 @@ from p2ptrain.core.texts import printable, shortened
 from roles.http.answers import tell, while_wanted
 from roles.line import Line
 from wire.connection import Connection
-from wire.http_messages import HEADER_CHARS, PART_BYTES, HttpHead, HttpPart, HttpRequest
+from wire.http_messages import HEADER_CHARS, PART_BYTES, HttpPart, HttpRequest
 from wire.messages import Hello, Message
 from wire.text_messages import StreamRefused
 
@@ -32,36 +31,27 @@ ASKED_HEADERS = frozenset({"accept", "content-type", "anthropic-version", "anthr
 ANSWERED_HEADERS = frozenset(
     {"content-type", "retry-after", "x-accel-buffering", "x-request-id", "p2ptrain-turns-left-out"}
 )
-M = TypeVar("M", bound=Message)
 
 # ------------------------------------------------------------------------------------------------------ the asking end
 
 
-@asynccontextmanager
-async def pass_request(
-    connection: Connection, request: HttpRequest, body: bytes
-) -> AsyncIterator[tuple[HttpHead, AsyncIterator[bytes]]]:
-    """Send a request over a new connection. Yields the beginning of the answer, and the parts of its body. The end of
-    the block closes the connection.
+async def pass_request(connection: Connection, request: HttpRequest, body: bytes) -> AsyncGenerator[HttpPart, None]:
+    """Send a request over a new connection. Yields the parts of the answer. At the end the connection is closed.
 
-    Raises ``P2PTrainError``, also while the parts are read: the other side is lost, refuses, or breaks the protocol.
+    Raises ``P2PTrainError``: the other side is lost, refuses, or breaks the protocol.
     """
     line = Line(connection)
     async with line.keep_alive():
         connection.send(request)
         connection.send_bulk(memoryview(body), generation=0, stream=0)
-        yield await _next_untrusted(line, HttpHead), _parts(line)
+        part = await _next_untrusted(line, is_first=True)
+        yield part
+        while not part.is_last:
+            part = await _next_untrusted(line, is_first=False)
+            yield part
 
 
-async def _parts(line: Line) -> AsyncIterator[bytes]:
-    is_last = False
-    while not is_last:
-        part = await _next_untrusted(line, HttpPart)
-        is_last = part.is_last
-        yield part.data
-
-
-async def _next_untrusted(line: Line, kind: type[M]) -> M:
+async def _next_untrusted(line: Line, *, is_first: bool) -> HttpPart:
     try:
         async with asyncio.timeout(PART_S):
             message = (await line.receive()).message
@@ -69,8 +59,8 @@ async def _next_untrusted(line: Line, kind: type[M]) -> M:
         raise DeadlineExceeded(f"it wrote nothing for {PART_S:.0f} s") from None
     if isinstance(message, StreamRefused):
         raise Refused(printable(message.code, 64), printable(message.reason), remedy=printable(message.remedy))
-    if not isinstance(message, kind):
-        raise ProtocolError(f"it sent {type(message).__name__} where {kind.__name__} was due")
+    if not isinstance(message, HttpPart) or (message.status >= 200) != is_first:
+        raise ProtocolError(f"it sent {type(message).__name__} where {'the first ' * is_first}HttpPart was due")
     return message
 
 
@@ -103,6 +93,7 @@ class _Reply:
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self.is_over = connection, False
+        self._head: tuple[int, dict[str, str]] = 0, {}  # status and headers of the next part
 
     async def write(self, app: ASGIApp, request: HttpRequest, body: bytes) -> None:
         news: list[Event] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -126,12 +117,13 @@ class _Reply:
     async def _send(self, event: Event) -> None:
         if event["type"] == "http.response.start":
             headers = {name.decode().lower(): value.decode("latin-1") for name, value in event.get("headers", ())}
-            await self._put(HttpHead(event["status"], pick_headers(headers, ANSWERED_HEADERS)))
+            self._head = event["status"], pick_headers(headers, ANSWERED_HEADERS)
             return
         data, more = event.get("body", b""), event.get("more_body", False)
         for start in range(0, max(len(data), 1), PART_BYTES):
             self.is_over = not more and start + PART_BYTES >= len(data)
-            await self._put(HttpPart(bytes(data[start : start + PART_BYTES]), self.is_over))
+            await self._put(HttpPart(bytes(data[start : start + PART_BYTES]), self.is_over, *self._head))
+            self._head = 0, {}
 
     async def _put(self, message: Message) -> None:
         try:

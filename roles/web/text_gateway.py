@@ -11,7 +11,9 @@ import asyncio
 import hashlib
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -19,13 +21,14 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
 from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.texts import shortened
 from roles.http.answers import (
     HEADERS,
     RETRY_AFTER_S,
+    Delivery,
     Problem,
     json_bytes,
     json_response,
@@ -33,11 +36,10 @@ from roles.http.answers import (
     read_body,
     send_head,
     send_part,
-    while_wanted,
 )
 from roles.http.passed_requests import ASKED_HEADERS, pass_request, pick_headers
 from wire.connection import Connection
-from wire.http_messages import MOST_HTTP_BYTES, TARGET_CHARS, HttpHead, HttpRequest
+from wire.http_messages import MOST_HTTP_BYTES, TARGET_CHARS, HttpRequest
 from wire.records import ServingInfo
 
 SLACK = 0.5
@@ -93,7 +95,7 @@ class TextGateway:
     def __init__(
         self, served: Callable[[], Sequence[ServingInfo]], dial: Callable[[ServingInfo], Awaitable[Connection]]
     ) -> None:
-        self._served, self.dial = served, dial
+        self._served, self._dial = served, dial
         self.under_way = Counter[str]()
         self.stopping = asyncio.Event()
 
@@ -112,7 +114,7 @@ class TextGateway:
         found = self._having(request.path_params["model"])
         return json_response(_card(found[0])) if found[0].is_ready else loading_response(found)
 
-    async def _pass_on(self, request: Request) -> PassedRequest | Response:
+    async def _pass_on(self, request: Request) -> Delivery | Response:
         body = await read_body(request, MOST_HTTP_BYTES)
         beginning = await asyncio.to_thread(read_beginning, body)
         having = self._having(beginning.model)
@@ -127,7 +129,32 @@ class TextGateway:
         headers = pick_headers(request.headers, ASKED_HEADERS)
         asked = HttpRequest(request.method, target, headers, len(body), having[0].model if beginning.model else "")
         chosen = order_verifiers(list(ready.values()), self._load, beginning.digest())
-        return PassedRequest(self, chosen, asked, body)
+        return Delivery(partial(self._ask_in_turn, chosen, asked, body), self.stopping, _error_event)
+
+    async def _ask_in_turn(self, chosen: Sequence[ServingInfo], asked: HttpRequest, body: bytes, send: Send) -> None:
+        """Raises ``Problem``: no verifier answers, or one is lost amid its answer."""
+        has_begun, left = False, len(chosen)
+        for info in chosen:
+            left -= 1
+            self.under_way[info.id] += 1
+            try:
+                async with aclosing(pass_request(await self._dial(info), asked, body)) as parts:
+                    async for part in parts:
+                        if part.status in _BUSY and left:
+                            break
+                        if part.status:
+                            has_begun = True
+                            headers = HEADERS | part.headers | {"p2ptrain-verifier": quote(info.name)}
+                            await send_head(send, part.status, headers)
+                        await send_part(send, part.data, more=not part.is_last)
+                    else:
+                        return
+            except P2PTrainError as error:
+                if has_begun or not left:
+                    text = shortened(f"the verifier did not answer: {error.with_remedy}", 1000)
+                    raise Problem(503, text, code="verifier_lost") from error
+            finally:
+                self.under_way[info.id] -= 1
 
     def _verifiers(self) -> list[ServingInfo]:
         return [info for info in self._served() if info.role == "verifier"]
@@ -148,53 +175,6 @@ class TextGateway:
         """Texts under way and waiting, over places. The verifier's report may lack the newest requests."""
         reported = info.sessions + info.stats.get("waiting", 0.0)
         return max(reported, self.under_way[info.id]) / max(info.stats.get("places", USUAL_PLACES), 1.0)
-
-
-class PassedRequest:
-    """One request under way, an ASGI application. ``began``: its client has the first byte of the answer."""
-
-    def __init__(self, gateway: TextGateway, chosen: Sequence[ServingInfo], asked: HttpRequest, body: bytes) -> None:
-        self._gateway, self._chosen, self._asked, self._body = gateway, chosen, asked, body
-        self._began = self._is_stream = False
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await while_wanted(receive, self._ask_in_turn(send), self._gateway.stopping)
-        except (P2PTrainError, Problem) as error:
-            problem = error if isinstance(error, Problem) else _lost(error)
-            if not self._began:
-                raise problem from error
-            if self._is_stream:  # an event as clients of each interface read it; they also miss the usual end
-                document = json_bytes({"type": "error"} | problem.as_json())
-                await send_part(send, b"event: error\ndata: " + document + b"\n\n", more=False)
-            # Else the server closes the connection, as the body is shorter than it should be.
-
-    async def _ask_in_turn(self, send: Send) -> None:
-        under_way = self._gateway.under_way
-        for left, info in zip(range(len(self._chosen) - 1, -1, -1), self._chosen, strict=True):
-            under_way[info.id] += 1
-            try:
-                connection = await self._gateway.dial(info)
-                async with pass_request(connection, self._asked, self._body) as (answer, parts):
-                    if answer.status in _BUSY and left:
-                        continue
-                    await self._pass_back(info, answer, parts, send)
-                    return
-            except P2PTrainError:
-                if self._began or not left:
-                    raise
-            finally:
-                under_way[info.id] -= 1
-
-    async def _pass_back(self, info: ServingInfo, answer: HttpHead, parts: AsyncIterator[bytes], send: Send) -> None:
-        data = await anext(parts)
-        self._began, self._is_stream = True, answer.headers.get("content-type", "").startswith("text/event-stream")
-        headers = HEADERS | answer.headers | {"p2ptrain-verifier": quote(info.name)}
-        await send_head(send, answer.status, headers)
-        await send_part(send, data)
-        async for data in parts:
-            await send_part(send, data)
-        await send_part(send, b"", more=False)
 
 
 def order_verifiers(
@@ -227,6 +207,7 @@ def loading_response(having: Sequence[ServingInfo]) -> Response:
     return json_response(problem, status=503, headers={"retry-after": str(after_s)})
 
 
-def _lost(error: P2PTrainError) -> Problem:
-    text = shortened(f"the verifier did not answer: {error.with_remedy}", 1000)
-    return Problem(503, text, code="verifier_lost")
+def _error_event(error: Exception) -> bytes:
+    """The end of a stream that fails, as clients of each interface read it."""
+    problem = error if isinstance(error, Problem) else Problem(500, "internal error", code="internal_error")
+    return b"event: error\ndata: " + json_bytes({"type": "error"} | problem.as_json()) + b"\n\n"

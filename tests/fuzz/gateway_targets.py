@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -43,8 +43,13 @@ def _check_request(request: wire.HttpRequest) -> None:
 
 
 _ANSWERS = st.lists(
-    made(wire.HttpHead, status=mostly(st.just(200), WHOLE), headers=st.just({"content-type": "text/plain"}))
-    | made(wire.HttpPart, data=st.binary(max_size=9), is_last=st.booleans())
+    made(
+        wire.HttpPart,
+        data=st.binary(max_size=9),
+        is_last=st.booleans(),
+        status=st.sampled_from([200, 0]) | WHOLE,
+        headers=st.just({"content-type": "text/plain"}),
+    )
     | made(StreamRefused)
     | _REQUEST,
     max_size=5,
@@ -70,10 +75,12 @@ async def _check_answers(messages: list[Message]) -> None:
     hello = local_hello(peer_id="5eed", name="seed", roles=["seed"], purpose="http")
     with suppress(P2PTrainError):
         connection, _ = await dial(network, "there", PORT, hello, timeout_s=5)
-        async with pass_request(connection, wire.HttpRequest("POST", "/v1/x", {}, 2), b"{}") as (answered, parts):
-            assert 200 <= answered.status <= 599
+        is_first = True
+        async with aclosing(pass_request(connection, wire.HttpRequest("POST", "/v1/x", {}, 2), b"{}")) as parts:
             async for part in parts:
-                assert len(part) <= wire.PART_BYTES
+                assert len(part.data) <= wire.PART_BYTES
+                assert 200 <= part.status <= 599 if is_first else part.status == 0
+                is_first = False
     await server.close()
 
 
