@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,6 @@ _SPACE = r"[ \n]{0,40}"
 """White space in JSON that a grammar allows: without a limit a model may write nothing else."""
 _EXPLANATION = """You may call these functions, each described by the JSON schema of its arguments. To call them, \
 answer with nothing but one line of JSON for each call: {"name": NAME, "arguments": {...}}. Their results follow."""
-_Found = list[str | ToolCall]
 
 
 # -------------------------------------------------------------------------------------------------------------- reading
@@ -94,111 +93,90 @@ class CallReader:
     def __init__(self, form: CallFormat, names: Collection[str]) -> None:
         self._form, self._names = form, names
         self._held = ""
-        self._step = self._open if form.is_bare else self._seek
-        self._start = self._at = self._depth = 0  # of the JSON value in ``_held``: how far it is read, open brackets
-        self._is_in_string = False
+        self._found = list[str | ToolCall]()
+        self._reading = self._read()
 
     def feed(self, piece: str) -> list[str | ToolCall]:
         """Take the next piece. Returns the text and the calls that are certain now."""
         self._held += piece
-        return list(self._read(is_last=False))
+        next(self._reading)
+        found, self._found = self._found, []
+        return found
 
     def finish(self) -> list[str | ToolCall]:
         """End the text. Returns what was held back."""
-        return list(self._read(is_last=True))
+        return [self._held] if self._held else []
 
-    def _read(self, *, is_last: bool) -> Iterator[str | ToolCall]:
-        """Each step takes the beginning of ``_held`` and chooses the next step. None: it needs more text."""
-        while self._held:
-            found = self._step()
-            if found is None:
-                if not is_last:
-                    return
-                found = self._take(len(self._held))
-            yield from found
+    def _read(self) -> Iterator[None]:
+        """Read ``_held`` from its beginning. Yields when it needs more text."""
+        form, space = self._form, " \t\r\n;" if self._form.is_bare else None
+        while True:
+            if not form.is_bare:
+                while (at := self._held.find(form.begin)) < 0:
+                    self._take_text(len(self._held) - self._size_of_mark_at_end())
+                    yield
+                self._take_text(at)
+            while not (rest := self._behind_mark()):
+                yield
+            start = len(self._held) - len(rest)
+            stop = (yield from self._find_end(start)) if rest[0] in "{[" else len(form.begin)
+            calls = self._calls(self._held[start:stop])
+            if not calls:
+                self._take_text(stop)
+                while form.is_bare:  # no call can follow
+                    self._take_text(len(self._held))
+                    yield
+                continue
+            self._found += calls
+            self._held = self._held[stop:].lstrip()
+            while self._held != form.end and form.end.startswith(self._held):
+                yield
+                self._held = self._held.lstrip()
+            self._held = self._held.removeprefix(form.end)  # it may be missing
+            while not self._held.strip(space):
+                self._held = ""
+                yield
+            self._held = self._held.lstrip(space)
 
-    def _take(self, size: int) -> _Found:
-        text, self._held = self._held[:size], self._held[size:]
-        return [text] if text else []
+    def _take_text(self, size: int) -> None:
+        if size:
+            self._found.append(self._held[:size])
+            self._held = self._held[size:]
 
-    def _take_all(self) -> _Found:
-        return self._take(len(self._held))
+    def _size_of_mark_at_end(self) -> int:
+        """Of what may become a mark."""
+        mark = self._form.begin
+        return next((size for size in range(len(mark) - 1, 0, -1) if self._held.endswith(mark[:size])), 0)
 
-    def _seek(self) -> _Found | None:
-        """Take the text before a mark, or before what may become one."""
-        mark, held = self._form.begin, self._held
-        if (at := held.find(mark)) >= 0:
-            self._step = self._open
-            return self._take(at)
-        longest = min(len(mark) - 1, len(held))
-        kept = next((size for size in range(longest, 0, -1) if mark.startswith(held[-size:])), 0)
-        return self._take(len(held) - kept) if kept < len(held) else None
-
-    def _open(self) -> _Found | None:
-        """Find the beginning of the JSON value, behind the mark if there is one."""
+    def _behind_mark(self) -> str:
+        """What is behind the mark, if there is one; empty: more text shows it."""
         mark, rest = self._form.begin, self._held.lstrip()
         if rest.startswith(mark):
-            rest = rest[len(mark) :].lstrip()
-        elif mark.startswith(rest):
-            return None
-        if not rest:
-            return None
-        if rest[0] not in "{[":
-            return self._reject(len(mark))
-        self._start = self._at = len(self._held) - len(rest)
-        self._depth, self._is_in_string = 0, False
-        self._step = self._value
-        return []
+            return rest[len(mark) :].lstrip()
+        return "" if mark.startswith(rest) else rest
 
-    def _value(self) -> _Found | None:
-        """Read the JSON value."""
-        while match := (_IN_STRING if self._is_in_string else _OUTSIDE).search(self._held, self._at):
-            sign, self._at = match[0], match.end()
-            if sign == "\\":  # the next piece has what it escapes
-                self._at -= 1
-                return None
-            if sign == '"':
-                self._is_in_string = not self._is_in_string
-            elif len(sign) == 1:
-                self._depth += 1 if sign in "{[" else -1
-                if not self._depth:
-                    return self._end_value()
-        self._at = len(self._held)
-        return None
+    def _find_end(self, at: int) -> Generator[None, None, int]:
+        """Return the end of the JSON value that begins at ``at``."""
+        depth, is_in_string = 0, False
+        while True:
+            while match := (_IN_STRING if is_in_string else _OUTSIDE).search(self._held, at):
+                sign, at = match[0], match.end()
+                if sign == "\\":  # the next piece has what it escapes
+                    at -= 1
+                    break
+                if sign == '"':
+                    is_in_string = not is_in_string
+                elif len(sign) == 1:
+                    depth += 1 if sign in "{[" else -1
+                    if not depth:
+                        return at
+            else:
+                at = len(self._held)
+            yield
 
-    def _end_value(self) -> _Found:
-        calls = self._calls(self._held[self._start : self._at])
-        if not calls:
-            return self._reject(self._at)
-        self._held = self._held[self._at :]
-        self._step = self._close
-        return calls
-
-    def _reject(self, size: int) -> _Found:
-        """Take as text what is no call."""
-        self._step = self._take_all if self._form.is_bare else self._seek
-        return self._take(size)
-
-    def _close(self) -> _Found | None:
-        """Drop the mark behind a call, which may be missing."""
-        self._held = self._held.lstrip()
-        if self._held.startswith(self._form.end):
-            self._held = self._held[len(self._form.end) :]
-        elif self._form.end.startswith(self._held):
-            return None
-        self._step = self._skip
-        return []
-
-    def _skip(self) -> _Found:
-        """Drop what separates calls."""
-        self._held = self._held.lstrip(" \t\r\n;" if self._form.is_bare else None)
-        if self._held:
-            self._step = self._open if self._form.is_bare else self._seek
-        return []
-
-    def _calls(self, text: str) -> _Found:
+    def _calls(self, text: str) -> list[ToolCall]:
         """The calls of a JSON value; empty if one of them is invalid."""
-        found: _Found = []
+        found = list[ToolCall]()
         try:
             value = json.loads(text)
             for item in value if isinstance(value, list) else [value]:
