@@ -30,7 +30,7 @@ from dataclasses import field, fields
 from typing import Annotated, Any
 
 from p2ptrain.core.errors import ProtocolError, UserError
-from p2ptrain.core.serving import MOST_BIASES, Sampling, check_sampling
+from p2ptrain.core.serving import MOST_BIASES, Sampling
 from wire.chain_messages import MAX_POSITIONS, Positions
 from wire.messages import Message, Silence
 from wire.schema import Amount, Bound, ContentIdOrNone, Count, Declared, Figure, Host, Id, Port, Share
@@ -153,7 +153,7 @@ class Draws(Declared, kw_only=True):
         if len(self.biased) != len(self.biases):
             raise ProtocolError(f"{len(self.biases)} biases of {len(self.biased)} tokens")
         try:
-            check_sampling(self.sampling)
+            _ = self.sampling
         except UserError as error:
             raise ProtocolError(error.message) from error
 

@@ -38,7 +38,7 @@ from p2ptrain.compute.activations import ids_untrusted
 from p2ptrain.compute.device import one_thread
 from p2ptrain.core.activations import ID_BYTES, decode_ids
 from p2ptrain.core.errors import ProtocolError
-from p2ptrain.core.serving import COLDEST, Pass, Sampling, check_sampling, mask_bytes
+from p2ptrain.core.serving import COLDEST, Pass, Sampling, mask_bytes
 
 _NO_IDS = cast(torch.LongTensor, torch.empty(0, dtype=torch.int64))  # these warpers ignore earlier tokens
 MAX_STATES = 128
@@ -56,13 +56,9 @@ class Picker:
 
     Args:
         selects_first: with ``top_k``, select entries on the logits' device. Affects speed only: faster on a GPU.
-
-    Raises:
-        UserError: ``sampling`` has an invalid value.
     """
 
     def __init__(self, sampling: Sampling, *, selects_first: bool = False) -> None:
-        check_sampling(sampling)
         self._sampling, self._selects_first = sampling, selects_first
         self._needs_history = sampling.has_penalties
         self._history = torch.empty(0, dtype=torch.int64)  # token ids of the session's first positions

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from typing import Any
@@ -51,9 +50,27 @@ def check_positions(positions: int, context: int | None) -> None:
         )
 
 
+MOST_SETTING = 2**31
+"""A bound on ``top_k``, which is sent to the last stage as an integer, and on others that have none."""
+MOST_BIAS, MOST_BIASES = 100, 1024
+"""Largest penalty or bias of a logit, and most tokens with a bias."""
+_BIAS = f"from {-MOST_BIAS} to {MOST_BIAS}", lambda value: -MOST_BIAS <= value <= MOST_BIAS, "use 0 for none"
+_LIMITS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
+    "temperature": (f"from 0 to {MOST_SETTING}", lambda value: 0 <= value <= MOST_SETTING, "use 0 (likeliest)"),
+    "top_k": (f"from 0 to {MOST_SETTING}", lambda value: 0 <= value <= MOST_SETTING, "use 0 for all tokens"),
+    "top_p": ("above 0 and at most 1", lambda value: 0 < value <= 1, "use 1 for all tokens"),
+    "seed": ("a number of 64 bits", lambda value: -(2**63) <= value < 2**64, "use a smaller number"),
+    "min_p": ("from 0 to 1", lambda value: 0 <= value <= 1, "use 0 for all tokens"),
+    "repetition_penalty": ("above 0", lambda value: 0 < value <= MOST_SETTING, "use 1 for none"),
+    "presence_penalty": _BIAS,
+    "frequency_penalty": _BIAS,
+}
+"""Field of ``Sampling`` → its values, a test of them, and what to do."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the last stage samples tokens, as in transformers' ``generate``.
+    """How the last stage samples tokens, as in transformers' ``generate``. Raises ``UserError`` for an invalid value.
 
     Attributes:
         temperature: 0 always takes the likeliest token.
@@ -78,16 +95,21 @@ class Sampling:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
 
+    def __post_init__(self) -> None:
+        for name, (allowed, is_allowed, remedy) in _LIMITS.items():
+            if not is_allowed(getattr(self, name)):
+                raise UserError(f"{name} = {str(getattr(self, name))[:40]} is not {allowed}", remedy=remedy)
+        valid = [token >= 0 and _BIAS[1](bias) for token, bias in self.logit_bias]
+        if len(valid) > MOST_BIASES or not all(valid):
+            text = f"logit_bias has more than {MOST_BIASES} tokens, a negative one, or a number that is not {_BIAS[0]}"
+            raise UserError(text, remedy="use fewer tokens and smaller numbers")
+
     @property
     def has_penalties(self) -> bool:
         """Whether what is sampled depends on the tokens before."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
-MOST_TOP_K = 2**31
-"""A bound on ``top_k``, which is sent to the last stage as an integer."""
-MOST_BIAS, MOST_BIASES = 100, 1024
-"""Largest penalty or bias of a logit, and most tokens with a bias."""
 USUAL = Sampling(temperature=1.0, top_k=50, top_p=1.0)
 """transformers' defaults."""
 
@@ -108,7 +130,7 @@ class SamplingOptions:
 
     def __post_init__(self) -> None:
         options = {item.name: getattr(self, item.name) for item in fields(self)}
-        check_sampling(Sampling(**{name: value for name, value in options.items() if value is not None}))
+        Sampling(**{name: value for name, value in options.items() if value is not None})
 
     def of(self, table: Mapping[str, Any]) -> Sampling:
         """Combine these options with a model's ``generation_config.json``, ``table``, as in transformers' ``generate``.
@@ -138,40 +160,13 @@ def _number(table: Mapping[str, Any], name: str, usual: float) -> float:
         whole = name == "top_k"
         if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
             raise UserError(f"{name} = {str(value)[:40]} is not a {'whole ' * whole}number")
-        if abs(value) > MOST_TOP_K:
-            raise UserError(f"{name} = {str(value)[:40]} is too large")
         changed: dict[str, Any] = {name: value}
-        check_sampling(replace(USUAL, **changed))
+        replace(USUAL, **changed)
     except UserError as error:
         text = f"the model's generation_config.json is invalid: {error.message}"
         option = f"--{name.replace('_', '-')}" if name in ("temperature", "top_k", "top_p") else name
         raise ConfigError(text, remedy=f"set {option}, or correct the file") from error
     return value
-
-
-def check_sampling(sampling: Sampling) -> None:
-    """Raise ``UserError`` for an invalid value."""
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise UserError(f"temperature = {sampling.temperature} is invalid", remedy="use 0 (likeliest token) or more")
-    if sampling.top_k < 0:
-        raise UserError(f"top_k = {sampling.top_k} is negative", remedy="use 0 for all tokens")
-    if sampling.top_k > MOST_TOP_K:
-        raise UserError(f"top_k is more than the maximum, {MOST_TOP_K}", remedy="use 0 for all tokens")
-    if not 0 < sampling.top_p <= 1:
-        raise UserError(f"top_p = {sampling.top_p} is not above 0 and at most 1", remedy="use 1 for all tokens")
-    if not -(2**63) <= sampling.seed < 2**64:
-        raise UserError(f"seed = {sampling.seed} does not fit into 64 bits", remedy="use a smaller number")
-    if not 0 <= sampling.min_p <= 1:
-        raise UserError(f"min_p = {sampling.min_p} is not from 0 to 1", remedy="use 0 for all tokens")
-    if not (math.isfinite(sampling.repetition_penalty) and sampling.repetition_penalty > 0):
-        raise UserError(f"repetition_penalty = {sampling.repetition_penalty} is not above 0", remedy="use 1 for none")
-    added = {"presence_penalty": sampling.presence_penalty, "frequency_penalty": sampling.frequency_penalty}
-    for name, value in (*added.items(), *(("logit_bias", bias) for _, bias in sampling.logit_bias)):
-        if not -MOST_BIAS <= value <= MOST_BIAS:
-            raise UserError(f"{name} = {value} is not from {-MOST_BIAS} to {MOST_BIAS}", remedy="use 0 for none")
-    if len(sampling.logit_bias) > MOST_BIASES or any(token < 0 for token, _ in sampling.logit_bias):
-        text = f"logit_bias has {len(sampling.logit_bias)} tokens, or negative ones"
-        raise UserError(text, remedy=f"use at most {MOST_BIASES} token ids")
 
 
 @dataclass(frozen=True, slots=True)

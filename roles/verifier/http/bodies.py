@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from p2ptrain.compute.text import ASSISTANT, TOOL, USER, Turn
-from p2ptrain.core.serving import MOST_BIAS, MOST_BIASES, MOST_TOP_K
+from p2ptrain.core.serving import MOST_BIAS, MOST_BIASES, MOST_SETTING
 from p2ptrain.core.texts import shortened
 from roles.http.answers import Problem, missing, read_model, wrong
 from roles.serving.tool_calls import Tool
@@ -99,7 +99,7 @@ class SamplingFields(StrictModel):
     model: ModelName
     temperature: float | None = Field(default=None, ge=0)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=0, le=MOST_TOP_K)
+    top_k: int | None = Field(default=None, ge=0, le=MOST_SETTING)
     min_p: float | None = Field(default=None, ge=0, le=1)
     presence_penalty: float | None = Field(default=None, ge=-MOST_BIAS, le=MOST_BIAS)
     frequency_penalty: float | None = Field(default=None, ge=-MOST_BIAS, le=MOST_BIAS)
