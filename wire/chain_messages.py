@@ -40,27 +40,9 @@ MAX_POSITIONS = 1 << 20
 """Most positions of a session."""
 Positions = Annotated[int, Bound(0, MAX_POSITIONS)]
 MOST_EXTRA_BYTES = 8 << 20
-"""Most bytes of all ``SamplingExtras`` in a bulk frame."""
+"""Most bytes of history and masks in a bulk frame."""
 CHAIN_STREAM = 1
 """Stream of the bulk frame after each ``ForwardBatch``. Frames stay in order, so one stream is enough."""
-
-
-class SamplingExtras(Declared):
-    """What the last stage needs for samples that are not just drawn from the model's distribution.
-
-    Attributes:
-        tops: as of ``p2ptrain.core.serving.Pass``.
-        history, mask_bytes: ids of ``Pass.history``, and bytes of ``Pass.masks``. Both follow the request's positions
-            in the bulk frame, in this order.
-    """
-
-    tops: Annotated[int, Bound(0, MOST_TOP_LOGPROBS)] | None = None
-    history: Positions = 0
-    mask_bytes: Annotated[int, Bound(0, MOST_EXTRA_BYTES - ID_BYTES * MAX_POSITIONS)] = 0
-
-    @property
-    def size_bytes(self) -> int:
-        return ID_BYTES * self.history + self.mask_bytes
 
 
 class ForwardRequest(Declared):
@@ -80,6 +62,8 @@ class ForwardRequest(Declared):
         targets: token ids, as in ``Sampled.tokens``: the last stage scores one after each of this many last positions.
         block_hashes: of the last blocks of the text that are full after this request, joined
             (``p2ptrain.core.serving.hash_blocks``). A later session of the client that begins alike has them at once.
+        tops: as of ``p2ptrain.core.serving.Pass``, for the last stage. history, mask_bytes: ids of its ``history``, and
+            bytes of its ``masks``. Both follow the request's positions in the bulk frame, in this order.
     """
 
     session: str
@@ -95,7 +79,9 @@ class ForwardRequest(Declared):
     prefill: bool = False
     targets: Annotated[bytes, Bound(0, 4 * MAX_REQUEST_POSITIONS)] = b""
     block_hashes: Annotated[bytes, Bound(0, HASH_BYTES * (MAX_REQUEST_POSITIONS // BLOCK_POSITIONS + 1))] = b""
-    extras: SamplingExtras | None = None
+    tops: Annotated[int, Bound(0, MOST_TOP_LOGPROBS)] | None = None
+    history: Positions = 0
+    mask_bytes: Annotated[int, Bound(0, MOST_EXTRA_BYTES - ID_BYTES * MAX_POSITIONS)] = 0
 
     @property
     def encoded_bytes(self) -> int:
@@ -105,7 +91,7 @@ class ForwardRequest(Declared):
     @property
     def extra_bytes(self) -> int:
         """Bytes that follow the positions in the bulk frame."""
-        return self.extras.size_bytes if self.extras is not None else 0
+        return ID_BYTES * self.history + self.mask_bytes
 
 
 class ForwardBatch(Message, kind=38):

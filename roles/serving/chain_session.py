@@ -39,7 +39,6 @@ from wire.chain_messages import (
     ChainBroken,
     ForwardRequest,
     Sampled,
-    SamplingExtras,
 )
 from wire.text_messages import draws_of
 
@@ -249,8 +248,7 @@ class ChainSession:
             how: dict[str, Any] = {"prefill": work.keep < self.sample_from, "targets": encode_ids(work.targets)}
             how["block_hashes"] = b"".join(send.block_hashes)
             history = send.history if self._has_penalties else ()
-            if work.tops is not None or history or work.masks:
-                how["extras"] = SamplingExtras(work.tops, len(history), len(work.masks))
+            how |= {"tops": work.tops, "history": len(history), "mask_bytes": len(work.masks)}
             request = ForwardRequest(self.id, send.epoch, send.number, work.keep, count, "ids", *what, **how)
             peer.send_forward(request, encode_ids((*work.ids, *history)) + work.masks)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from p2ptrain.core.activations import ID_BYTES, IDS, activation_bytes, decode_ids
+from p2ptrain.core.activations import IDS, activation_bytes, decode_ids
 from p2ptrain.core.errors import ProtocolError, Refused
 from p2ptrain.core.serving import BLOCK_POSITIONS, HASH_BYTES, MOST_TOPS, Pass, Preempted, scored_rows
 from roles.worker.stage_requests import OpenRequest
@@ -117,10 +117,10 @@ class StageSession:
         rows, (targets, rest) = work.count if work.last == self.asked.stages - 1 else 0, divmod(len(work.targets), 4)
         if not 0 <= work.samples <= rows or targets > rows or rest:
             raise ProtocolError(f"cannot sample {work.samples} tokens and score {targets} at {rows} positions")
-        if work.extras is not None:
-            scored = scored_rows(targets, work.samples, work.extras.tops)
-            if not rows or (work.extra_bytes and not work.samples) or scored * (work.extras.tops or 0) > MOST_TOPS:
-                raise ProtocolError(f"invalid {work.extras} with {targets} targets and {work.samples} samples")
+        tops = scored_rows(targets, work.samples, work.tops) * (work.tops or 0)
+        if (work.extra_bytes and not work.samples) or tops > MOST_TOPS:
+            text = f"{work.extra_bytes} bytes of history and masks and {tops} likeliest tokens"
+            raise ProtocolError(f"{text} with {targets} targets and {work.samples} samples")
         if not (0 <= work.sample_index < 1 << 31 and 0 <= work.number < 1 << 53):
             raise ProtocolError(f"invalid sample index {work.sample_index} or request number {work.number}")
         if len(work.block_hashes) % HASH_BYTES or len(work.block_hashes) > HASH_BYTES * (
@@ -164,11 +164,10 @@ class StageSession:
         # Positions that came in another encoding than those of a prompt are not those that a prompt would have.
         is_same = work.prefill or self.asked.encoding == self.asked.prefill_encoding
         hashes = self.own_hashes(work.block_hashes if is_same else b"")
+        size, masks_from = len(payload) - work.extra_bytes, len(payload) - work.mask_bytes
         extras: tuple[int | None, bytes, bytes] = None, b"", b""
-        size = len(payload) - work.extra_bytes
-        if work.extras is not None and self.last:
-            masks_from = size + ID_BYTES * work.extras.history
-            extras = work.extras.tops, bytes(payload[size:masks_from]), bytes(payload[masks_from:])
+        if self.last:
+            extras = work.tops, bytes(payload[size:masks_from]), bytes(payload[masks_from:])
         out_encoding = self.out_encoding(work)
         return Pass(work.keep, payload[:size], work.count, work.encoding, out_encoding, *rows, hashes, *extras)
 

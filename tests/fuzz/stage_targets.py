@@ -30,7 +30,6 @@ from wire.chain_messages import (
     MAX_REQUEST_POSITIONS,
     MOST_EXTRA_BYTES,
     ForwardRequest,
-    SamplingExtras,
     TensorRecord,
     TensorsPage,
 )
@@ -120,7 +119,8 @@ _WORK_VALUES: dict[str, st.SearchStrategy[Any]] = {
     "sample_index": st.integers(0, 3),
     "spent_us": st.sampled_from([[], [1], [1, 2]]),
     "prefill": st.booleans(),
-    "extras": st.none() | made(SamplingExtras, history=st.integers(0, 5), mask_bytes=st.sampled_from([0, 8, 1 << 21])),
+    "history": st.integers(0, 5),
+    "mask_bytes": st.sampled_from([0, 8, 1 << 21]),
 }
 _WORKS = made(ForwardRequest, **_WORK_VALUES)
 _ENGINE = stand_in_part(CONFIG, 0, 3)
