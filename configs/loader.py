@@ -23,6 +23,7 @@ from pydantic.fields import FieldInfo
 
 from configs.schema import Conflict, Profile, fields, tables
 from p2ptrain.core.errors import ConfigError
+from p2ptrain.core.plugins import NAME
 from p2ptrain.core.texts import shortened
 
 PROFILES_DIR = Path(__file__).parent / "profiles"
@@ -35,6 +36,7 @@ _SYNTAX = "see https://toml.io for the syntax"
 
 _FIELDS: dict[str, FieldInfo] = dict(fields())
 _TABLES = tuple(name for name, _ in tables())
+_PLUGIN_KEY = re.compile(rf"plugins\.{NAME}\.[a-z][a-z0-9_]{{0,63}}")  # the tables of plugins are flat
 _TABLE_LINE = re.compile(r"\s*+\[([^\[\]]++)\]")
 _KEY_LINE = re.compile(r"""([\w.\s"'-]++)=""")
 _MOST_DEPTH = 16
@@ -108,7 +110,8 @@ def _merge(settings: Iterable[tuple[str, object, str]]) -> LoadedProfile:
     for key, value, place in settings:
         places.pop(key, None)  # reinsert, so that the map stays in order of precedence
         values[key], places[key] = value, place
-    sources = {key: places.get(key, DEFAULT_SOURCE).removeprefix(_VARIABLE) for key in _FIELDS}
+    keys = [*_FIELDS, *(key for key in places if _PLUGIN_KEY.fullmatch(key))]
+    sources = {key: places.get(key, DEFAULT_SOURCE).removeprefix(_VARIABLE) for key in keys}
     return LoadedProfile(_validate(values, places), sources)
 
 
@@ -214,7 +217,10 @@ def flatten(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for table, content in document.items():
         if isinstance(content, dict) and table in _TABLES:
             for name, value in content.items():
-                yield f"{table}.{name}", value
+                if isinstance(value, dict) and table == "plugins":
+                    yield from ((f"{table}.{name}.{key}", item) for key, item in value.items())
+                else:
+                    yield f"{table}.{name}", value
         else:
             yield table, content
 
@@ -239,8 +245,8 @@ def _bare(key: str) -> str:
 
 def _parse_value(key: str, text: str) -> object:
     """Convert the text of a variable or override to its key's type; return the text if that fails."""
-    kind = _FIELDS[key].annotation
-    if kind is bool:
+    kind = _FIELDS[key].annotation if key in _FIELDS else int
+    if kind is bool or (key not in _FIELDS and text.lower() in ("true", "false")):
         return {"true": True, "false": False}.get(text.lower(), text)
     if get_origin(kind) is list:  # 2,3 or [2, 3]; q_proj,v_proj or ["q_proj", "v_proj"]
         parts = [
@@ -262,17 +268,18 @@ def _parse_value(key: str, text: str) -> object:
 
 def _check_key(key: str, place: str, spell: Callable[[str], str] = str) -> None:
     """Raise ``ConfigError`` if the schema has no such key. ``spell`` formats a key in the layer's notation."""
-    if key in _FIELDS:
+    if key in _FIELDS or _PLUGIN_KEY.fullmatch(key):
         return
     key = shortened(key, 100)
     if key in _TABLES:
-        example = next(name for name in _FIELDS if name.startswith(f"{key}."))
+        example = next((name for name in _FIELDS if name.startswith(f"{key}.")), "plugins.NAME.package")
         raise ConfigError(f"{place}: {key} is a table", remedy=f"set one of its keys, such as {spell(example)}")
     table, _, name = key.partition(".")
     if not name and table in (inside := {field.partition(".")[2]: field for field in reversed(_FIELDS)}):
         raise ConfigError(f"{place}: unknown key {key}", remedy=f"it belongs to a table: {spell(inside[table])}")
     if table in _TABLES:
         candidates = {field.partition(".")[2]: field for field in _FIELDS if field.startswith(f"{table}.")}
+        candidates = candidates or {"NAME.package": "plugins.NAME.package"}
         near = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
         listed = f"[{table}] has " + ", ".join(candidates)
         remedy = f"did you mean {spell(candidates[near[0]])}? " + listed if near else listed
@@ -298,7 +305,7 @@ def _validate(values: dict[str, object], places: dict[str, str]) -> Profile:
         raise ConfigError(f"{place}: {conflict.problem}", remedy=conflict.remedy)
     key = ".".join(str(part) for part in details["loc"][:2])
     problem = f"{key} = {_shown(details['input'])} {complaint(details)}"
-    description = " ".join((_FIELDS[key].description or "").split())
+    description = " ".join((_FIELDS[key].description or "").split()) if key in _FIELDS else "a setting of a plugin"
     raise ConfigError(f"{places[key]}: {problem}", remedy=f"{key}: {description}")
 
 

@@ -6,17 +6,20 @@ A profile defines a job but not where it runs. Every member of a job gets the sa
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from datetime import date
 from itertools import pairwise
 from pathlib import PureWindowsPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
+from p2ptrain.core import plugins
 from p2ptrain.core.errors import ProtocolError
 
 LinkPresetName = Literal[
@@ -31,6 +34,13 @@ RECURRENT = frozenset({"lstm", "mamba", "falcon_mamba"})
 
 Text = Annotated[str, Field(max_length=1024)]
 NamePattern = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.*?-]{1,128}$")]
+PluginName = Annotated[str, Field(pattern=f"^{plugins.NAME}$")]
+"""Of a plugin, in place of a name that is built in. ``[plugins.NAME]`` says which package has it."""
+StrategyName = Literal["sync", "pipeline", "sharded", "local", "federated", "server"]
+FormatName = Literal["auto", "text", "jsonl", "csv", "parquet", "chat", "preference"]
+CodecName = Literal["fp32", "bf16", "fp16", "int8", "int4", "topk", "auto"]
+TrackerName = Literal["wandb", "tensorboard", "mlflow", "jsonl"]
+PluginValue = Annotated[str, Field(max_length=1024)] | bool | int | float
 
 
 class Conflict(ValueError):
@@ -57,7 +67,7 @@ class Table(BaseModel):
 class Job(Table):
     """The run as a whole."""
 
-    strategy: Literal["sync", "pipeline", "sharded", "local", "federated", "server"] = "sync"
+    strategy: StrategyName | PluginName = "sync"
     """What members exchange: 'sync' reduces the gradients of every step. The table of each other strategy says what it
     does: [pipeline], [sharded], [local], [federated], [server]."""
     steps: int = Field(default=400, ge=1, le=10**9)
@@ -135,7 +145,7 @@ class Data(Table):
 
     path: Text = Field(default="stdlib", min_length=1)
     """'stdlib' (Python's standard library), a file, a directory or a glob."""
-    format: Literal["auto", "text", "jsonl", "csv", "parquet", "chat", "preference"] = "auto"
+    format: FormatName | PluginName = "auto"
     """'text': whole files. 'jsonl' (also an array in a .json), 'csv' (also .tsv), 'parquet' (needs the package
     pyarrow): a text in each row. 'auto': by the suffix of each file, else text. 'chat': conversations in rows of JSON
     or .parquet, each a list of {role, content}; they go through the model's chat template, only the assistant's answers
@@ -407,7 +417,7 @@ class Ring(Table):
     order: Literal["auto", "joined"] = "auto"
     """Order of the members in the ring: 'auto' makes the slowest link as fast as possible, 'joined' keeps the order in
     which members joined."""
-    codec: Literal["fp32", "bf16", "fp16", "int8", "int4", "topk", "auto"] = "fp32"
+    codec: CodecName | PluginName = "fp32"
     """Encoding of gradients: fp32 is exact, the others are smaller and less exact; 'auto': the smallest that
     error_budget allows if steps wait for the network."""
     error_budget: float = Field(default=0.03, ge=0, le=1)
@@ -476,14 +486,11 @@ class Membership(Table):
     """Seconds of silence after which a member is dead, at least three heartbeats; 0: automatic."""
 
 
-TrackerName = Literal["wandb", "tensorboard", "mlflow", "jsonl"]
-
-
 class Track(Table):
     """Copies of the job's metrics for other programs. The seed writes them, from its own records, so only its machine
     needs their packages and keys. See docs/tracking.md."""
 
-    to: list[TrackerName] = Field(default=[], max_length=4)
+    to: list[TrackerName | PluginName] = Field(default=[], max_length=4)
     """'jsonl': a line of JSON for each step. 'tensorboard': its files. Needs the package tensorboard.
     'wandb': Weights & Biases. Needs the package wandb, and WANDB_API_KEY in the seed's environment
     unless offline. 'mlflow': the server at MLFLOW_TRACKING_URI in the seed's environment."""
@@ -494,6 +501,22 @@ class Track(Table):
     """Project of W&B; experiment of MLflow."""
     offline: bool = False
     """W&B: only write files. `wandb sync` uploads them later."""
+
+
+class Plugins(Table):
+    """Plugins: names that are not built in and that job.strategy, data.format, ring.codec, track.to or
+    model.architecture names. [plugins.NAME] has the package of one, such as package = "mine" or "mine==1.2", and its
+    settings: texts, numbers, true or false. See docs/plugins.md."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, PluginValue] = Field(init=False)
+
+    def package_of(self, name: str) -> str:
+        return str(getattr(self, f"{name}.package", ""))
+
+    def settings_of(self, name: str) -> dict[str, PluginValue]:
+        found = ((key.partition("."), value) for key, value in (self.model_extra or {}).items())
+        return {key: value for (of, _, key), value in found if of == name and key != "package"}
 
 
 class Profile(Table):
@@ -522,6 +545,7 @@ class Profile(Table):
     membership: Membership = Membership()
     track: Track = Track()
     drafter: Drafter = Drafter()
+    plugins: Plugins = Plugins()
 
     @model_validator(mode="before")
     @classmethod
@@ -542,6 +566,22 @@ class Profile(Table):
     def stages(self) -> int:
         """Number of parts of the model, stages or shards; 1 if it is not split."""
         return self.sharded.shards if self.job.strategy == "sharded" else max(self.pipeline.stages, 1)
+
+    @property
+    def needs(self) -> dict[str, str]:
+        """The plugins that a worker needs: ``kind:name`` → package. Raises ``Conflict``: a name is not known."""
+        found = dict[str, str]()
+        for kind, (key, built_in) in _PLUGGED.items():
+            value = self.value(key)
+            for name in set(value if isinstance(value, list) else [value]).difference(built_in):
+                package = self.plugins.package_of(name)
+                if (package or built_in) and not re.fullmatch(plugins.PACKAGE, package):
+                    near = "".join(f"did you mean {each}? " for each in difflib.get_close_matches(name, built_in, n=1))
+                    remedy = f"{near}built in are {', '.join(built_in) or 'those of transformers'}; for a plugin say "
+                    remedy += f"its package, such as plugins.{name}.package = 'mine' or 'mine==1.2'"
+                    raise _conflict(self, key, why=f"{name!r} is not known", remedy=remedy)
+                found |= {f"{kind}:{name}": package} if package and kind != "trackers" else {}
+        return found
 
     @property
     def loss_unit(self) -> str:
@@ -603,8 +643,9 @@ class Profile(Table):
 
 # ----------------------------------------------------------------------------------------- contradictory settings
 
-_NOT_PIPELINE = ("sync", "sharded", "local", "federated", "server")
-_NOT_SHARDED = ("sync", "pipeline", "local", "federated", "server")
+_PLUGIN = "a plugin"  # in place of the name of a strategy that is one
+_NOT_PIPELINE = ("sync", "sharded", "local", "federated", "server", _PLUGIN)
+_NOT_SHARDED = ("sync", "pipeline", "local", "federated", "server", _PLUGIN)
 _NEEDS: dict[str, tuple[tuple[str, tuple[Any, ...], str], ...]] = {
     "job.exact": (
         ("job.strategy", ("sync",), "exact mode is for strategy 'sync' only"),
@@ -653,14 +694,18 @@ _NEEDS: dict[str, tuple[tuple[str, tuple[Any, ...], str], ...]] = {
         ("robust.rule", ("",), "how far one worker's text can move the result of a rule is not known"),
     ),
     "data.format = preference": (
-        ("job.strategy", ("sync", "local"), "only whole models that are alike at all workers learn from pairs"),
+        ("job.strategy", ("sync", "local", _PLUGIN), "only whole models that all share learn from pairs"),
         ("optimizer.label_smoothing", (0.0,), "a pair's loss has no such term"),
         ("optimizer.z_loss", (0.0,), "a pair's loss has no such term"),
         ("privacy.epsilon", (0.0,), "it is counted for sequences, and a pair has two"),
         ("data.limit_bytes", (0,), "pairs are read whole"),
     ),
     "device.precision = bf16-weights": (
-        ("job.strategy", ("sync", "pipeline", "sharded", "local", "server"), "rounds would change rounded weights"),
+        (
+            "job.strategy",
+            ("sync", "pipeline", "sharded", "local", "server", _PLUGIN),
+            "rounds would change its weights",
+        ),
         ("model.freeze", ([],), "frozen weights are rounded in memory, and would be saved so"),
     ),
     "device.compile = on": (
@@ -689,6 +734,7 @@ _PRIVACY_NEEDS = {
 
 def _check(profile: Profile) -> None:
     """Raise ``Conflict`` if settings that are valid alone contradict each other."""
+    profile.needs  # noqa: B018 - raises
     new, strategy, stages = not profile.model.path, profile.job.strategy, profile.pipeline.stages
     if new and profile.model.architecture not in RECURRENT:  # compute checks the sizes of a model directory
         _check_heads(profile, "model")
@@ -756,8 +802,21 @@ def _check(profile: Profile) -> None:
             _check_heads(profile, "drafter")
 
 
+_PLUGGED = {
+    "strategies": ("job.strategy", get_args(StrategyName)),
+    "readers": ("data.format", get_args(FormatName)),
+    "codecs": ("ring.codec", get_args(CodecName)),
+    "trackers": ("track.to", get_args(TrackerName)),
+    "models": ("model.architecture", ()),  # transformers knows them
+}
+"""Kind of plugins → the setting that names them, and the names that are built in."""
+
+
 def _check_need(profile: Profile, key: str, other: str, allowed: tuple[Any, ...], why: str) -> None:
-    if profile.value(key) and profile.value(other) not in allowed:
+    value = profile.value(other)
+    if other == "job.strategy" and value not in get_args(StrategyName):
+        value = _PLUGIN
+    if profile.value(key) and value not in allowed:
         values = [str(value).lower() if isinstance(value, bool) else repr(value) for value in allowed]
         remedy = f"{other} = {' or '.join(values)}, or leave {key} out"
         raise _conflict(profile, key, other, why=why, remedy=remedy)

@@ -19,6 +19,7 @@ import sys
 from dataclasses import field
 from typing import Annotated
 
+from p2ptrain.core import plugins
 from p2ptrain.core.errors import ProtocolError
 from wire.messages import Message, Silence
 from wire.schema import Bound, Count, Declared, Digest, Lineage, Port
@@ -33,8 +34,6 @@ MAX_CHANGES = 64
 MAX_WINDOWS = 2**40
 MAX_SUB_CHUNK_BYTES = 64 << 20
 LONGEST_SILENCE_S = 86_400.0
-CODEC_NAMES = ("fp32", "bf16", "fp16", "int8", "int4", "topk")
-"""The names in ``ring.codecs``. A test keeps both equal; this copy serves code that does not import numpy."""
 
 _Silence = Annotated[float, Bound(0, LONGEST_SILENCE_S)]
 _Finite = Annotated[float, Bound(-sys.float_info.max, sys.float_info.max)]
@@ -184,7 +183,7 @@ class ViewAnnounced(Message, kind=20, long=True):
         streams: bulk connections from each member to its right neighbour; an array is striped over them.
         sub_chunk_bytes: size of the pieces that are reduced and passed on over far links; 0: the members are near each
             other, and the session chooses.
-        codec: name of the encoding in which gradients travel (``ring.codecs``).
+        codec: name of the encoding in which gradients travel (``ring.codecs``, or a plugin of the members).
         lenient: a finite outlier is applied, because the data is its cause (``ring.quarantine``).
         ledger_step: the seed has the ledger row and the metrics of each step up to this one.
         stages: number of parts of the model; rank r holds part r mod ``stages``. 1: each member holds all of it. The
@@ -203,7 +202,7 @@ class ViewAnnounced(Message, kind=20, long=True):
     death_s: _Silence = 0.0
     streams: Annotated[int, Bound(1, MAX_STREAMS)] = 1
     sub_chunk_bytes: Annotated[int, Bound(0, MAX_SUB_CHUNK_BYTES)] = 0
-    codec: Annotated[str, Bound(pattern="|".join(CODEC_NAMES))] = "fp32"
+    codec: Annotated[str, Bound(pattern=plugins.NAME)] = "fp32"
     lenient: bool = False
     ledger_step: Count = 0
     stages: Annotated[int, Bound(1, MAX_STAGES)] = 1

@@ -11,13 +11,14 @@ import typer
 from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import print_json, print_table
 from p2ptrain.cli.runtime import JsonOption, SetOption
+from p2ptrain.core.plugins import installed
 
 app = new_typer(help="List the profiles that ship; show every effective setting and where it comes from.")
 
 
 @app.command("list")
 def list_profiles(as_json: JsonOption = False) -> None:
-    """Show the profiles that ship, and what each one is for.
+    """Show the profiles that ship, what each one is for, and the plugins that this machine has.
 
     \b
     Example:
@@ -26,10 +27,13 @@ def list_profiles(as_json: JsonOption = False) -> None:
     from configs.loader import describe, shipped
 
     found = [(name, describe(path), str(path)) for name, path in shipped().items()]
+    plugins = {key: package for key, (_, package) in installed().items()}
     if as_json:
-        print_json({"profiles": [{"name": name, "description": text, "path": path} for name, text, path in found]})
+        shown = [{"name": name, "description": text, "path": path} for name, text, path in found]
+        print_json({"profiles": shown, "plugins": plugins})
     else:
         print_table(("NAME", "WHAT FOR"), [row[:2] for row in found])
+        typer.echo("plugins: " + (", ".join(f"{key} ({package})" for key, package in plugins.items()) or "none"))
 
 
 @app.command()

@@ -18,6 +18,7 @@ from p2ptrain.cluster.console import Console
 from p2ptrain.core.adapters import is_adapter, is_model
 from p2ptrain.core.errors import ConfigError, NetworkError, P2PTrainError, ResourceError, StorageError, UserError
 from p2ptrain.core.footprint import LLAMAS, llama_sizes
+from p2ptrain.core.plugins import installed, lacking
 from p2ptrain.core.tensor_files import MAX_CONFIG_BYTES, adapter_alone, config_untrusted
 from p2ptrain.core.text_files import find_files, format_of, kind_of
 from p2ptrain.core.texts import human_bytes
@@ -63,6 +64,8 @@ def check_workers(profile: Profile, workers: int, source: str) -> None:
 def resolve_inputs(profile: Profile, *, download: bool = False, quiet: bool = False) -> Profile:
     """The profile, with the directory of a model that was fetched. Raises ``UserError`` if data or model are missing,
     and as ``model_directory``."""
+    if lacks := lacking(profile.needs, ",".join(installed())):
+        raise ConfigError(f"this machine {lacks}")
     if not profile.data.private:
         _check_size(profile.data, find_files(profile.data.path, profile.data.format))
     tokenizer = Path(profile.model.tokenizer) if profile.model.tokenizer else None

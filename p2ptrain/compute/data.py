@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from configs.schema import Data
+from configs.schema import Data, PluginValue
 from p2ptrain.compute.packing import (
     FIRST,
     TARGET,
@@ -53,6 +53,7 @@ from p2ptrain.compute.token_store import (
 )
 from p2ptrain.compute.tokenizer import Tokenizer, Tokens
 from p2ptrain.compute.tokenizing import Place, encode_texts
+from p2ptrain.core import plugins
 from p2ptrain.core.errors import ConfigError, UserError
 from p2ptrain.core.text_files import FACTS, TOKENS, is_stdlib, search_files
 from p2ptrain.core.texts import time_left
@@ -68,8 +69,11 @@ _CHARS_PER_CALL, _TEXTS_PER_CALL = 1 << 20, 256
 _BYTES_PER_TOKEN = 8  # more than tokenizers reach: what is written at least
 
 
-DataSpec = Data
-"""What a corpus is made of. A window has ``sequence_tokens`` targets, T, and so T + 1 tokens."""
+class DataSpec(Data):
+    """What a corpus is made of. A window has ``sequence_tokens`` targets, T, and so T + 1 tokens."""
+
+    reader: dict[str, PluginValue] = {}  # noqa: RUF012 - a field
+    """Settings of the plugin that ``format`` names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +226,8 @@ def store_key(spec: DataSpec, tokenizer: Tokenizer, files: Sequence[Path]) -> st
         parts += [spec.sequence_tokens, *ChatFormat(tokenizer, date).identity]
     else:
         parts.append(spec.document_end)
+    if (reader := plugins.installed().get(f"readers:{spec.format}")) is not None:
+        parts += [reader[1], spec.reader]
     return hashlib.sha256(json.dumps([*parts, sources_of(files)]).encode()).hexdigest()[:32]
 
 
@@ -249,7 +255,8 @@ def _make_store(
     sources, dtype, write = sources_of(files), tokenizer.dtype, _WRITERS.get(spec.format, _write_texts)
     has_marks = write is not _write_texts
     writer = StoreWriter(directory, StoreFacts(path, spec.format, sources, dtype.name, tokenizer.vocab_size, has_marks))
-    rows, total_bytes = Rows(spec.path, spec.format, spec.text_key), sum(status_of(file).st_size for file in files)
+    rows = Rows(spec.path, spec.format, spec.text_key, spec.reader)
+    total_bytes = sum(status_of(file).st_size for file in files)
     least = min(total_bytes, spec.limit_bytes or total_bytes) // (1 if tokenizer.is_bytes else _BYTES_PER_TOKEN)
     writer.check_room(least * dtype.itemsize - writer.facts.size_bytes)
 

@@ -96,7 +96,7 @@ class Evaluation:
         self.notes = [note] if note else list[str]()
         self.total_bytes = sum(file.stat().st_size for file in self._files)
         self._tokenizer, self._data, self._stride, self.width = tokenizer, data, stride, data.sequence_tokens
-        self._rows = Rows(data.path, data.format, data.text_key)
+        self._rows = Rows(data.path, data.format, data.text_key, data.reader)
         self._read_tokens = self._done_tokens = 0
         self.began = time.monotonic()
 

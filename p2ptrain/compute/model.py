@@ -33,6 +33,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 from transformers.utils.generic import ModelOutput
 
+from p2ptrain.core import plugins
 from p2ptrain.core.adapters import is_adapter
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.tensor_files import NEEDED_FILES, adapter_alone
@@ -97,6 +98,9 @@ def model_config(spec: ModelSpec, vocab_size: int) -> PretrainedConfig:
     if ungrouped and spec.kv_heads != spec.heads:
         raise ConfigError(f"{spec.architecture!r} has no model.kv_heads", remedy="set kv_heads to the value of heads")
     special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # defaults are for other vocabularies
+    if strange := spec.extra.keys() - known - special.keys():
+        text = f"a {spec.architecture!r} model has no setting {min(strange)!r}"
+        raise ConfigError(text, remedy=f"correct [plugins.{spec.architecture}]: it may have what its configuration has")
     try:
         config = AutoConfig.for_model(
             spec.architecture, **{**chosen, "tie_word_embeddings": spec.tie_embeddings, **special, **spec.extra}
@@ -241,11 +245,16 @@ def directory_config(directory: Path) -> PretrainedConfig:
 
 
 def check_architecture(name: str) -> None:
-    """Raise ``ConfigError`` if there is no causal language model of ``model_type`` ``name``."""
+    """Raise ``ConfigError`` if there is no causal language model of ``model_type`` ``name``. Imports a plugin's, and
+    registers it with transformers. Raises as ``plugins.load``."""
     known = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, LstmConfig.model_type]
-    if name not in known:
+    if name not in known and f"models:{name}" in plugins.installed():
+        kind: Any = plugins.load(f"models:{name}", PreTrainedModel)
+        AutoConfig.register(name, kind.config_class, exist_ok=True)
+        AutoModelForCausalLM.register(kind.config_class, kind, exist_ok=True)
+    elif name not in known:
         close = difflib.get_close_matches(name, known, n=3)
-        text = f"model.architecture = {name!r} is not a causal language model of transformers"
+        text = f"model.architecture = {name!r} is not a causal language model of transformers, nor of a plugin here"
         remedy = f"did you mean {' or '.join(close)}?" if close else "see the transformers documentation for the names"
         raise ConfigError(text, remedy=remedy)
 

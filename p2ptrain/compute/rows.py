@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
 
 from p2ptrain.compute.device import HOST, check_memory
+from p2ptrain.core import plugins
 from p2ptrain.core.errors import ConfigError, UserError
 from p2ptrain.core.text_files import format_of, is_stdlib, kind_of, unreadable
 from p2ptrain.core.texts import human_bytes, shortened
@@ -94,12 +95,14 @@ class Rows:
 
     Args:
         path, form, key: ``data.path``, ``data.format`` and ``data.text_key``.
+        settings: of the plugin that ``form`` names.
 
     Attributes:
         read_bytes: of the files on disk, so far. text_bytes: of the UTF-8 of the texts that were taken.
     """
 
-    def __init__(self, path: str, form: str, key: str) -> None:
+    def __init__(self, path: str, form: str, key: str, settings: Mapping[str, object] | None = None) -> None:
+        self._settings = settings or {}
         self.counts, self.read_bytes, self.text_bytes = RowCounts(), 0, 0
         self._form, self._is_documentation = form, is_stdlib(path) and form == "chat"
         self._keys, self._check = _KINDS.get(form, (("text",), _check_texts))
@@ -177,8 +180,10 @@ class Rows:
                 return _jsonl_values(file, self._parts(file, "surrogateescape"), self._keys)
             case "csv":
                 return _csv_values(file, self._parts(file, "surrogateescape"), self._keys)
-            case _:
+            case "parquet":
                 return self._parquet_values(file)
+            case name:
+                return self._plugin_values(file, name)
 
     def _documented(self, file: Path) -> Iterator[tuple[int, RowValues]]:
         """Questions and answers of one of the standard library's sources: for each public module, class and function
@@ -218,6 +223,14 @@ class Rows:
                 yield text.removesuffix(held).replace("\r\n", "\n")
                 if not data:
                     return
+
+    def _plugin_values(self, file: Path, name: str) -> Iterator[tuple[int, RowValues]]:
+        key, read_before = f"readers:{name}", self.read_bytes
+        reader = plugins.make(key, object, self._settings)
+        with plugins.blamed(key, f" with {file}"), _file_errors(file), file.open("rb") as packed:
+            for number, text in enumerate(reader.texts(_unpacked(file, packed)), start=1):
+                self.read_bytes = read_before + packed.tell()
+                yield number, [text] if isinstance(text, str) else BadRow("cannot be used")
 
     def _parquet_values(self, file: Path) -> Iterator[tuple[int, RowValues]]:
         import pyarrow  # an optional package; ``find_files`` has checked that it is installed

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from p2ptrain.core import plugins
 from p2ptrain.core.errors import ConfigError, UserError
 from p2ptrain.core.texts import install_command, join_some
 
@@ -63,7 +64,7 @@ def find_files(path: str, form: str = "auto") -> list[Path]:
 
 def search_files(path: str, form: str) -> tuple[list[Path], str]:
     """As ``find_files``, and what in a directory is not read though it may hold text; empty if there is nothing."""
-    if is_stdlib(path) and form in (*ROW_SUFFIXES, "preference"):
+    if is_stdlib(path) and form not in ("auto", "text", "chat"):
         remedy = "use data.format = 'auto' or 'chat', or set data.path to a file of your own"
         raise ConfigError(f"data.path = {path!r} has no files of data.format = {form!r}", remedy=remedy)
     found, note = (_stdlib_files(path[len(STDLIB) + 1 :]), "") if is_stdlib(path) else _named_files(path, form)
@@ -104,7 +105,7 @@ def kind_of(file: Path) -> tuple[str, str]:
 
 
 def format_of(file: Path, form: str) -> str:
-    """How to read one file: ``text``, or a key of ``ROW_SUFFIXES``."""
+    """How to read one file: ``text``, a key of ``ROW_SUFFIXES``, or a plugin's name."""
     by_suffix = _FORMATS.get(kind_of(file)[0], "text")
     if form in ("chat", "preference"):
         return "jsonl" if by_suffix == "text" else by_suffix
@@ -116,10 +117,11 @@ def _named_files(path: str, form: str) -> tuple[list[Path], str]:
     if place.is_file():
         return [place], ""
     if place.is_dir():
-        found, left = _files_below(place, _SUFFIXES[form])
+        suffixes = _SUFFIXES.get(form) or frozenset(plugins.load(f"readers:{form}").suffixes)
+        found, left = _files_below(place, suffixes)
         note = _note(left)
         if not found:
-            remedy = f"a directory is searched for {' '.join(sorted(_SUFFIXES[form]))}"
+            remedy = f"a directory is searched for {' '.join(sorted(suffixes))}"
             raise ConfigError(f"data.path = {path!r} has no text files", remedy=f"{remedy}{note and '; '}{note}")
         return found, note
     if not glob.has_magic(path):

@@ -120,8 +120,8 @@ def check_one_of(option: str, value: str, values: Sequence[str], more: str = "")
     raise UserError(f"{option} {value} is not a valid value", remedy=f"{hint}use {', '.join(values)}{more}")
 
 
-def install_command(extra: str) -> str:
-    """The command that installs the packages of an extra of ``pyproject.toml`` for this interpreter.
+def install_command(extra: str, *others: str) -> str:
+    """The command that installs ``others``, or the packages of an extra of ``pyproject.toml``, for this interpreter.
 
     p2ptrain is on no package index, so ``pip install 'p2ptrain[extra]'`` would find nothing.
     """
@@ -130,7 +130,7 @@ def install_command(extra: str) -> str:
     except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
         listed = []
     marks = [needed.partition("; extra == ") for needed in listed]
-    packages = [name for name, _, mark in marks if mark.strip("\"'") == extra] or [f"PACKAGES-OF-{extra}"]
+    packages = others or [name for name, _, mark in marks if mark.strip("\"'") == extra] or [f"PACKAGES-OF-{extra}"]
     if Path(sys.prefix, "pipx_metadata.json").exists():
         command = ["pipx", "inject", "p2ptrain"]
     elif find_spec("pip"):

@@ -39,8 +39,8 @@ def strategy_of_stand_ins(profile: Profile) -> Factory:
     """Parts of a stand-in need no activations of each other."""
 
     def of_parts(engine: Engine, compute: ComputeThread, progress: Progress, bucket_bytes: int) -> Strategy:
-        work, parts = MicroBatches(engine, compute, progress), PartRings(engine)
-        return Strategy(engine, compute, bucket_bytes, work=work, exchange=GradientSum(engine), parts=parts)
+        work, exchange = MicroBatches(engine, compute, progress), GradientSum(engine, profile.plugins)
+        return Strategy(engine, compute, bucket_bytes, work=work, exchange=exchange, parts=PartRings(engine))
 
     return of_parts if profile.stages > 1 else strategy_of(profile)
 

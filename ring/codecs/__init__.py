@@ -26,8 +26,10 @@ A codec keeps scratch memory for the largest sub-chunk so far. It belongs to one
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
+from p2ptrain.core import plugins
 from p2ptrain.core.errors import ConfigError
 from ring.codecs.kinds import F32, U8, Bf16, Codec, Fp16, Fp32, Int4, Int8, TopK
 
@@ -39,8 +41,10 @@ CODECS: Final[tuple[str, ...]] = tuple(_KINDS)
 """All names, the largest encoding first."""
 
 
-def codec_named(name: str) -> Codec:
-    """A new codec with its own scratch memory. Raises ``ConfigError`` for an unknown name."""
-    if name not in _KINDS:
+def codec_named(name: str, settings: Mapping[str, object] | None = None) -> Codec:
+    """A new codec with its own scratch memory. ``settings``: of a plugin. Raises ``ConfigError`` for an unknown name,
+    and as ``plugins.make``."""
+    if name not in _KINDS and f"codecs:{name}" not in plugins.installed():
         raise ConfigError(f"no codec is named {name!r}", remedy=f"known are {', '.join(CODECS)}")
-    return _KINDS[name]()
+    codec: Codec = _KINDS[name]() if name in _KINDS else plugins.make(f"codecs:{name}", Codec, settings or {})
+    return codec

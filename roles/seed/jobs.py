@@ -19,6 +19,7 @@ from typing import Any
 
 from configs.schema import Profile
 from p2ptrain.core.errors import ProtocolError
+from p2ptrain.core.plugins import lacking
 from p2ptrain.core.world import Clock, Probe
 from ring import coordination as co
 from ring.coordination import ENDED, JobOptions, JobPhase, JobWorker
@@ -191,6 +192,16 @@ class JobController:
     @property
     def running_view(self) -> View | None:
         return self.core.view if self.core.phase in (JobPhase.RUNNING, JobPhase.STOPPING, JobPhase.PAUSED) else None
+
+    def lacking(self, peer: ConnectedPeer) -> str:
+        """The plugins of the job that the worker lacks, and how it gets them; empty if it has all."""
+        needs = self.profile.needs if self.profile else {}
+        return lacking(needs, str(peer.hello.capabilities.get("plugins", "")))
+
+    def _reason(self) -> str:
+        free = self._ports.peers.of_job("") if self.core.phase is JobPhase.WAITING else []
+        lacks = [f"; {peer.name} {self.lacking(peer)}" for peer in free if peer.trains and self.lacking(peer)]
+        return self.core.reason + "".join(lacks[:1])
 
     def offer_of(self, peer: ConnectedPeer) -> co.JobWorker:
         return offer_to(self.profile.device.kind if self.profile else "", peer.offer)
@@ -556,7 +567,7 @@ class JobController:
             codec=view.codec if view else "",
             started_at=record.started_at,
             finished_at=record.finished_at,
-            reason="another job has the workers" if queued else self.core.reason,
+            reason="another job has the workers" if queued else self._reason(),
             changes=list(self.core.settings.made),
             **self.rows.figures(step),
         )

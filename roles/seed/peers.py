@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError
 from p2ptrain.core.ids import is_id
+from p2ptrain.core.plugins import MOST_OFFERED, OFFER
 from p2ptrain.core.texts import printable
 from ring.coordination import STATUSES, JobWorker
 from ring.detector import FailureDetector, beat_defaults
@@ -251,11 +252,13 @@ def addresses_of(peers: Iterable[JobWorker]) -> list[MemberRecord]:
 
 
 def check_hello(hello: Hello) -> None:
-    """Raise ``ProtocolError`` if the peer id, the host or the port is invalid."""
+    """Raise ``ProtocolError`` if the peer id, the host, the port or the offered plugins are invalid."""
     if not is_id(hello.peer_id):
         raise ProtocolError(f"invalid peer id {hello.peer_id[:40]!r}")
     if not hello.port or len(hello.host) > 255:
         raise ProtocolError(f"invalid port {hello.port}, or invalid host of {len(hello.host)} characters")
+    if OFFER.fullmatch(str(hello.capabilities.get("plugins", ""))) is None:
+        raise ProtocolError(f"more than {MOST_OFFERED} plugins, or a wrong name of one")
 
 
 def check_step(message: StepMetrics | CheckpointSaved, steps_total: int) -> None:

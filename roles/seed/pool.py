@@ -183,7 +183,7 @@ class Pool:
 
     @staticmethod
     def _may_train(peer: ConnectedPeer, controller: JobController) -> bool:
-        return "train" in peer.allowed and not controller.core.objection(peer.id)
+        return "train" in peer.allowed and not (controller.core.objection(peer.id) or controller.lacking(peer))
 
     def _job_task(self, state: PoolState, controller: JobController) -> PoolTask:
         core, needs, job, time_s = controller.core, controller.core.needs, controller.id, step_s(controller.rows.newest)
@@ -330,8 +330,9 @@ class Pool:
         return bool(peer.serving) or any(part.sessions for part in peer.parts.values())
 
     def _notify_idle(self, peer: ConnectedPeer) -> None:
-        live = [(item.record.name, item.core.refusal(peer.id)) for item in self._jobs.controllers.values() if item.live]
-        reasons = (f"job {name} {refusal or 'is being restored'}" for name, refusal in live)
+        live = [(item, item.core.refusal(peer.id) or item.lacking(peer))
+                for item in self._jobs.controllers.values() if item.live]  # fmt: skip
+        reasons = (f"job {item.record.name} {refusal or 'is being restored'}" for item, refusal in live)
         text = clip("idle: " + ("; ".join(reasons) or "`p2ptrain jobs create` starts a job"))
         if "train" not in peer.allowed:
             text = "idle: its owner lets it train no job, and no served model needs it"

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from configs.schema import Profile, Track
+from p2ptrain.core import plugins
 from p2ptrain.core.errors import P2PTrainError, StorageError
 from roles.seed.jobs import JobController
 from roles.seed.server import Seed
@@ -94,7 +95,7 @@ def rows_after(records: Records, job: str, cursor: Cursor, late: float) -> tuple
 def check_trackers(environ: Mapping[str, str], profile: Profile) -> None:
     """Raise ``Refused`` if the seed cannot write to what a new job's profile names."""
     for name in profile.track.to:
-        check(name, profile.track, environ)
+        check(name, profile, environ)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +194,11 @@ class Tracker:
 
     async def _begin(self) -> Writer:
         if self._writer is None:
-            track, environ = self._profile.track, self._ports.environ
-            check(self._name, track, environ)
-            self._writer = self._ports.writers[self._name](track, environ)
+            name, profile, environ = self._name, self._profile, self._ports.environ
+            check(name, profile, environ)
+            plugin = partial(plugins.make, f"trackers:{name}", Writer, profile.plugins.settings_of(name))
+            make: Callable[[Track, Mapping[str, str]], Writer] = self._ports.writers.get(name, plugin)
+            self._writer = await self._thread.submit(partial(make, profile.track, environ))
             await self._thread.submit(partial(self._writer.begin, self._run()))
         return self._writer
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from configs.schema import Profile
+from p2ptrain.core.plugins import make as make_plugin
 from roles.compute_thread import ComputeThread
 from roles.engine import Engine
 from roles.strategies import federated
@@ -28,7 +30,7 @@ def _whole(profile: Profile, engine: Engine, compute: ComputeThread, progress: P
     elif profile.robust.rule:
         exchange = GatheredVectors(engine, compute, profile.robust, profile.batch.micro_batches)
     else:
-        exchange = GradientSum(engine)
+        exchange = GradientSum(engine, profile.plugins)
     return MicroBatches(engine, compute, progress), exchange, None
 
 
@@ -37,12 +39,13 @@ def _pipeline(profile: Profile, engine: Engine, compute: ComputeThread, progress
     assert stage is not None
     ahead, tokens = profile.batch.micro_batches, engine.data.tokens_per_micro_batch
     work = PipelinePasses(stage, compute, progress, profile.pipeline, ahead=ahead, tokens_per_micro_batch=tokens)
-    return work, GradientSum(engine), PartRings(engine, stage.tied_gradient)
+    return work, GradientSum(engine, profile.plugins), PartRings(engine, stage.tied_gradient)
 
 
 def _sharded(profile: Profile, engine: Engine, compute: ComputeThread, progress: Progress) -> _Composition:
     assert engine.shards is not None
-    return LockstepShards(engine, engine.shards, compute, progress), GradientSum(engine), PartRings(engine)
+    work = LockstepShards(engine, engine.shards, compute, progress)
+    return work, GradientSum(engine, profile.plugins), PartRings(engine)
 
 
 # DiLoCo (arXiv 2311.08105) and FedAvg (arXiv 1602.05629) differ from ``sync`` in what the engine computes and
@@ -57,7 +60,8 @@ STRATEGIES: dict[str, Callable[[Profile, Engine, ComputeThread, Progress], _Comp
 
 
 def factory_of(profile: Profile) -> Factory:
-    compose = STRATEGIES[profile.job.strategy]
+    name, settings = profile.job.strategy, profile.plugins.settings_of(profile.job.strategy)
+    compose = STRATEGIES.get(name) or partial(make_plugin, f"strategies:{name}", object, settings)
 
     def make(engine: Engine, compute: ComputeThread, progress: Progress, bucket_bytes: int) -> Strategy:
         work, exchange, parts = compose(profile, engine, compute, progress)

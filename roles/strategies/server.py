@@ -119,7 +119,8 @@ class ContributionCombiner:
     """
 
     def __init__(self, engine: Engine, session: RingSession, profile: Profile) -> None:
-        self._engine, self._session, self._profile, self._codec = engine, session, profile, codec_of(session)
+        self._engine, self._session, self._profile = engine, session, profile
+        self._codec = codec_of(session, profile.plugins)
         workers, numel, buffer = session.size - 1, engine.reduce_buffer.size, profile.server.buffer
         vectors, slot_bytes = (
             buffer if profile.robust.rule or buffer > 1 else 0,
@@ -415,7 +416,7 @@ class VersionWorker:
         self._work, self._engine, self._compute = work, engine, compute
         self._session, self._messages, self._record = session, messages, record
         self._buffer = profile.server.buffer
-        self._codec = codec_of(session)
+        self._codec = codec_of(session, profile.plugins)
         feedback = self._codec is not None and self._codec.feedback
         self._residual = np.zeros(engine.codec_numel, np.float32) if feedback else None
         self._number: int | None = None  # of the contribution to compute

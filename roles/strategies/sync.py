@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from configs.schema import Plugins
 from p2ptrain.core.training import OnFinal
 from ring.codecs import Codec, codec_named
 from ring.session import RingSession
@@ -24,10 +25,10 @@ PLAIN = "fp32"
 """The codec that changes nothing."""
 
 
-def codec_of(session: RingSession) -> Codec | None:
-    """Return the codec of the session's view; None for plain gradients. Raises ``ConfigError`` if it is unknown."""
+def codec_of(session: RingSession, plugins: Plugins) -> Codec | None:
+    """Return the codec of the session's view; None for plain gradients. Raises as ``codec_named``."""
     name = session.view.codec
-    return None if name == PLAIN else codec_named(name)
+    return None if name == PLAIN else codec_named(name, plugins.settings_of(name))
 
 
 class MicroBatches(Work):
@@ -65,14 +66,14 @@ class GradientSum(Exchange):
 
     sums_in_place = True
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, plugins: Plugins) -> None:
+        self._engine, self._plugins = engine, plugins
         self._codec: Codec | None = None
         self._residual: npt.NDArray[np.float32] | None = None
         self.scores = {}  # only robust rules score members
 
     async def begin_view(self, ring: RingSession) -> None:
-        codec = self._codec = None if self._engine.exact else codec_of(ring)
+        codec = self._codec = None if self._engine.exact else codec_of(ring, self._plugins)
         feedback = codec is not None and codec.feedback
         self._residual = np.zeros(self._engine.codec_numel, np.float32) if feedback else None
 

@@ -20,7 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from configs.schema import Track
+from configs.schema import Profile, Track
+from p2ptrain.core import plugins
 from p2ptrain.core.errors import P2PTrainError, Refused
 from p2ptrain.core.texts import install_command
 
@@ -55,10 +56,12 @@ class TrackedRun(NamedTuple):
     wall: float  # Unix seconds at which it begins, or goes on
 
 
-def check(name: str, track: Track, environ: Mapping[str, str]) -> None:
+def check(name: str, profile: Profile, environ: Mapping[str, str]) -> None:
     """Raise ``Refused`` if the seed's machine lacks what a tracker needs."""
-    lacks, remedy = "", "set it and start the seed again"
-    if name in ("wandb", "tensorboard") and find_spec(name) is None:
+    track, lacks, remedy = profile.track, "", "set it and start the seed again"
+    if name not in WRITERS and f"trackers:{name}" not in plugins.installed():
+        lacks, remedy = "it", f"run on the seed's machine: pip install {profile.plugins.package_of(name)}"
+    elif name in ("wandb", "tensorboard") and find_spec(name) is None:
         lacks, remedy = f"the package {name}", f"run on the seed's machine: {install_command(name)}"
     elif name == "wandb" and not track.offline and not environ.get("WANDB_API_KEY"):
         lacks, remedy = "WANDB_API_KEY in its environment", f"{remedy}, or set track.offline = true"

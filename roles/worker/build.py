@@ -18,6 +18,7 @@ from p2ptrain.compute import first_import
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.footprint import least_in_flight
 from p2ptrain.core.ids import new_id
+from p2ptrain.core.plugins import installed
 from p2ptrain.core.serving import PartSpec
 from p2ptrain.core.text_files import STDLIB
 from roles.engine import WHOLE, Engine, PartBuilder, Stage
@@ -57,6 +58,7 @@ def capabilities(device: str) -> dict[str, Scalar]:
         "python": platform.python_version(),
         "cores": os.cpu_count() or 1,
         "memory_total_bytes": psutil.virtual_memory().total,
+        "plugins": ",".join(installed()),
     }
 
 
@@ -224,6 +226,7 @@ def build_holding(*, device: str, threads: int, memory_bytes: int) -> Holding:
 
 
 def training_spec(profile: Profile) -> TrainingSpec:
+    from p2ptrain.compute.data import DataSpec
     from p2ptrain.compute.flat import OptimizerSpec
     from p2ptrain.compute.local import LocalSpec
     from p2ptrain.compute.model import ModelSpec
@@ -246,8 +249,9 @@ def training_spec(profile: Profile) -> TrainingSpec:
             model,
             path=Path(model.path) if model.path else None,
             tokenizer=Path(model.tokenizer) if model.tokenizer else None,
+            extra=profile.plugins.settings_of(model.architecture),
         ),
-        data=profile.data,
+        data=DataSpec(**profile.data.model_dump(), reader=profile.plugins.settings_of(profile.data.format)),
         optimizer=OptimizerSpec(**profile.optimizer.model_dump()),
         validation_batches=profile.validation.batches,
         local=local,

@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from configs.schema import Profile
 from p2ptrain.core.errors import JobFailed, P2PTrainError
+from p2ptrain.core.plugins import load
 from p2ptrain.core.training import Applied, SettingsPeriod
 from ring import member_events as ev
 from ring.job_member import JobMember, MemberPhase
@@ -203,6 +205,8 @@ class JobState:
 
         telling = self._tasks.create_task(tell_progress(), name="progress of building")
         try:
+            for key, package in profile.needs.items():
+                await context.compute.run(partial(load, key, package=package))
             profile = await self.inputs.bring(profile)
             self.inputs.serve_from(profile, None)  # others need no text that is tokenized for the rest
             self.reports.engine = engine = await context.compute.run(context.build_engine, profile, stage)

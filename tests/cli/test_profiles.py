@@ -13,7 +13,7 @@ from .conftest import Command
 
 def test_list_for_people_and_programs(command: Command) -> None:
     outcome = command("profiles", "list")
-    assert [line.split()[0] for line in outcome.out.splitlines()] == ["NAME", *shipped()]
+    assert [line.split()[0] for line in outcome.out.splitlines()] == ["NAME", *shipped(), "plugins:"]
     listed = command("profiles", "list", "--json").json["profiles"]
     assert {item["name"]: Path(item["path"]) for item in listed} == shipped()
     assert all(item["description"] for item in listed)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from configs.loader import load
-from configs.schema import fields
+from configs.schema import Profile, fields
 from p2ptrain.core.errors import ConfigError
 
 TINY_STEPS = load("tiny", {}, []).profile.job.steps
@@ -17,7 +17,7 @@ LR_KEYS = (
 )
 TABLES = (
     "the tables are job, model, lora, data, preference, batch, pipeline, sharded, local, federated, server, privacy, "
-    "optimizer, validation, checkpoint, device, ring, guard, robust, link, membership, track, drafter"
+    "optimizer, validation, checkpoint, device, ring, guard, robust, link, membership, track, drafter, plugins"
 )
 SHIPPED = "these ship: chat, example, federated, local, lora, pair, private, robust, server, sharded, small, tiny, wan"
 
@@ -54,6 +54,24 @@ def test_each_layer_is_stronger_than_the_last(tmp_path: Path) -> None:
     assert loaded.sources["optimizer.beta2"] == f"{path}:9"
     assert loaded.sources["job.workers"] == "P2PTRAIN__JOB__WORKERS"
     assert loaded.sources["optimizer.beta1"] == "--set optimizer.beta1=0.6"
+
+
+def test_a_plugin_has_a_table_of_settings(tmp_path: Path) -> None:
+    table = '[plugins.fp24]\npackage = "mine==1.2"\nrounds = 2\nscale = 0.5\nname = "x"\n'
+    path = _file(tmp_path, f'base = "tiny"\n[ring]\ncodec = "fp24"\n{table}')
+    loaded = load(
+        path, {"P2PTRAIN__PLUGINS__FP24__ROUNDS": "3"}, ["plugins.fp24.fast=true", "plugins.other.package=no"]
+    )
+    assert loaded.profile.plugins.settings_of("fp24") == {"rounds": 3, "scale": 0.5, "name": "x", "fast": True}
+    assert loaded.profile.needs == {"codecs:fp24": "mine==1.2"}
+    assert loaded.sources["plugins.fp24.package"] == f"{path}:5"
+    assert Profile.from_spec_untrusted(loaded.profile.to_spec()) == loaded.profile
+
+
+@pytest.mark.parametrize("package", ["", "--index-url x", "a b", "x>=1", "x==", "x\ny"])
+def test_a_package_of_a_plugin_is_a_name_perhaps_with_a_version(package: str) -> None:
+    sets = ["ring.codec=fp24", f"plugins.fp24.package={package}"]
+    assert "ring.codec = 'fp24': 'fp24' is not known" in _refusal("tiny", sets=sets)[0]
 
 
 def test_the_last_override_wins() -> None:
@@ -101,6 +119,14 @@ def _refusal(profile: str, environ: dict[str, str] | None = None, sets: list[str
         ("optim.lr=1", "unknown key optim.lr", f"did you mean optimizer.lr? {TABLES}"),
         ("modle.zzz=1", "unknown key modle.zzz", f"did you mean model? {TABLES}"),
         ("zzz=1", "unknown key zzz", TABLES),
+        ("plugins.fp24=1", "unknown key plugins.fp24", "[plugins] has NAME.package"),
+        ("plugins=1", "plugins is a table", "set one of its keys, such as plugins.NAME.package"),
+        (
+            "ring.codec=int9",
+            "ring.codec = 'int9': 'int9' is not known",
+            "did you mean int8? built in are fp32, bf16, fp16, int8, int4, topk, auto; for a plugin say its package, "
+            "such as plugins.int9.package = 'mine' or 'mine==1.2'",
+        ),
         ("lr=1", "unknown key lr", "it belongs to a table: optimizer.lr"),
         ("model=1", "model is a table", "set one of its keys, such as model.architecture"),
         (
@@ -150,7 +176,7 @@ def test_a_wrong_override_is_named_with_what_would_be_right(override: str, messa
         ("optimizer.lr=fast", '"fast" must be a number'),
         ("optimizer.lr=nan", "nan must be a finite number"),
         ("model.tie_embeddings=maybe", '"maybe" must be true or false'),
-        ("ring.codec=fp8", "\"fp8\" must be 'fp32', 'bf16', 'fp16', 'int8', 'int4', 'topk' or 'auto'"),
+        ("ring.codec=Fp8", "\"Fp8\" must be 'fp32', 'bf16', 'fp16', 'int8', 'int4', 'topk' or 'auto'"),
         ("device.kind=gpu", '"gpu" is not an allowed value'),
         ("ring.sub_chunk_bytes=5000", "5000 must be a multiple of 1024"),
     ],

@@ -38,7 +38,7 @@ from roles.worker.early_stop import EarlyStop
 from roles.worker.job_state import JobSettings, JobState
 from roles.worker.links import MeasureLinks
 from roles.worker.worker import CheckpointRequest
-from wire.job_messages import CODEC_NAMES, MAX_STAGES, MemberRecord, SettingChange, ViewAnnounced
+from wire.job_messages import MAX_STAGES, MemberRecord, SettingChange, ViewAnnounced
 from wire.schema import instance_untrusted
 
 from .engine import accepted, target
@@ -75,7 +75,7 @@ def _announced(draw: st.DrawFn) -> ViewAnnounced:
             death_s=small,
             streams=st.integers(0, 17),
             sub_chunk_bytes=st.sampled_from([0, 8, 64 << 20, (64 << 20) + 1]),
-            codec=st.sampled_from(CODEC_NAMES),
+            codec=st.sampled_from(CODECS),
             stages=st.sampled_from([1, 1, 1, 1, 0, 2, 3, 257]),
             ledger_step=st.integers(0, 9),
             reduce_bytes=st.integers(0, 1 << 40),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from configs.schema import CodecName
 from p2ptrain.core.errors import ConfigError, ProtocolError
 from ring.codecs import CODECS, Codec, codec_named
-from wire.job_messages import CODEC_NAMES
 
 every_codec = pytest.mark.parametrize("name", CODECS)
 numels = st.integers(0, 1500)
@@ -50,8 +52,8 @@ def test_what_a_codec_costs(name, share):
         assert codec_named(name).encoded_bytes(numel) <= share * 4 * numel
 
 
-def test_a_view_may_name_every_codec_and_no_other():
-    assert CODECS == CODEC_NAMES
+def test_a_profile_may_name_every_codec():
+    assert {*CODECS, "auto"} == set(get_args(CodecName))
 
 
 @every_codec

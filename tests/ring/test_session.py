@@ -11,12 +11,12 @@ import pytest
 
 from p2ptrain.core.errors import ConnectionLost, ProtocolError
 from p2ptrain.lab.memory import MemoryNetwork
-from ring.codecs import codec_named
+from ring.codecs import CODECS, codec_named
 from ring.neighbours import RingBroken
 from ring.session import RingSession
 from tests.ring.local import RingMember, local_ring
 from tests.wire.doubles import on_virtual_time
-from wire.job_messages import CODEC_NAMES, StepMetrics
+from wire.job_messages import StepMetrics
 from wire.transport import TcpNetwork
 
 AT_ONCE_S = 5.0  # generous for a slow machine, far below every deadline that could otherwise have ended a wait
@@ -125,7 +125,7 @@ async def test_operations_follow_one_another_without_being_waited_for(count, net
 
 
 @pytest.mark.parametrize("streams", [1, 3])
-@pytest.mark.parametrize("codec", sorted(CODEC_NAMES))
+@pytest.mark.parametrize("codec", sorted(CODECS))
 @pytest.mark.parametrize("count", [2, 3, 5])
 async def test_every_codec_leaves_the_same_bits_everywhere_and_loses_nothing_for_ever(count, codec, streams):
     """What is in no member's result is in the members' residuals: together they are the sum, to rounding."""

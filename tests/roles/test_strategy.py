@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.schema import Profile
+from configs.schema import Plugins, Profile
 from p2ptrain.core.training import Applied, OnFinal
 from p2ptrain.lab.memory import MemoryNetwork
 from p2ptrain.lab.stand_in import StandInEngine
@@ -75,7 +75,7 @@ def _no_thread_is_left() -> Iterator[None]:
 
 def summing(engine: Any, compute: ComputeThread, bucket_bytes: int) -> Strategy:
     work = MicroBatches(engine, compute, lambda: None)
-    return Strategy(engine, compute, bucket_bytes, work=work, exchange=GradientSum(engine))
+    return Strategy(engine, compute, bucket_bytes, work=work, exchange=GradientSum(engine, Plugins()))
 
 
 class Member:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from configs.schema import Track
+from configs.schema import Profile, Track
 from p2ptrain.core.errors import P2PTrainError
 from roles.track.writers import JsonLines, MlFlow, Point, TensorBoard, TrackedRun, WandB, Writer, check
 
@@ -149,9 +149,9 @@ def test_mlflow_is_told_each_value_and_finds_the_run_again(
 
 @pytest.mark.parametrize("address", ["", "file:///x", "http://me:key@host", "http:///"])
 def test_mlflow_needs_an_address_without_credentials(address: str) -> None:
-    check("mlflow", Track(), {"MLFLOW_TRACKING_URI": "https://host:5000/base/"})
+    check("mlflow", Profile(), {"MLFLOW_TRACKING_URI": "https://host:5000/base/"})
     with pytest.raises(P2PTrainError, match="the seed lacks MLFLOW_TRACKING_URI in its") as caught:
-        check("mlflow", Track(), {"MLFLOW_TRACKING_URI": address})
+        check("mlflow", Profile(), {"MLFLOW_TRACKING_URI": address})
     assert "key" not in str(caught.value)
 
 

@@ -252,7 +252,7 @@ def method_of(profile: Profile, shape: ModelShape, workers: int, settings: Seque
     fragments = profile.local.fragments if job.strategy == "local" else 1
     numel = training.trained_bytes(0, training.layers) // 4 // fragments
     return TrainingMethod(
-        job.strategy,
+        job.strategy if job.strategy in STRATEGIES else "sync",  # of a plugin's only the sum of gradients is known
         training,
         "fp32" if ring.codec == "auto" else ring.codec,
         RingOptions(ring.order, ring.streams, ring.sub_chunk_bytes),

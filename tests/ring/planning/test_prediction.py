@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
-from configs.schema import Job
+from configs.schema import StrategyName
 from p2ptrain.core.errors import ResourceError, UserError
 from p2ptrain.core.footprint import ModelSizes
 from ring.collectives import gather_hops
@@ -47,7 +47,7 @@ def cluster(
     return DescribedCluster(there, {(one.id, other.id): link for one in there for other in there if one is not other})
 
 
-@pytest.mark.parametrize("strategy", get_args(Job.model_fields["strategy"].annotation))
+@pytest.mark.parametrize("strategy", get_args(StrategyName))
 def test_every_strategy_is_predicted(strategy: str) -> None:
     stages = 2 if strategy in ("pipeline", "sharded") else 1
     assert predict(method(strategy, stages=stages), cluster(2), MEASURED).step_s > 0

@@ -1,0 +1,1 @@
+"""Plugins for p2ptrain, one of each kind."""
