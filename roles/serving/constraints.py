@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 
 import llguidance
 
@@ -29,7 +29,7 @@ class TokenTable:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._tokenizer = tokenizer
-        self._compiled = dict[str, llguidance.LLMatcher]()  # the last used at the end
+        self.matcher = lru_cache(MOST_COMPILED)(self._matcher)
 
     @cached_property
     def library(self) -> llguidance.LLTokenizer | ConfigError:
@@ -41,17 +41,12 @@ class TokenTable:
         except ConfigError as error:
             return error
 
-    def matcher(self, grammar: str) -> llguidance.LLMatcher:
-        """A new matcher at the beginning of a text. It has an error if the grammar is invalid. Raises ``ConfigError``:
-        the kind of tokenizer is not supported."""
+    def _matcher(self, grammar: str) -> llguidance.LLMatcher:
+        """A matcher at the beginning of a text, to be copied. It has an error if the grammar is invalid. Raises
+        ``ConfigError``: the kind of tokenizer is not supported."""
         if isinstance(self.library, ConfigError):
             raise self.library
-        matcher = self._compiled.pop(grammar, None) or llguidance.LLMatcher(self.library, grammar, log_level=0)
-        if not matcher.is_error():
-            self._compiled[grammar] = matcher
-            if len(self._compiled) > MOST_COMPILED:
-                del self._compiled[next(iter(self._compiled))]
-        return matcher.deep_copy()
+        return llguidance.LLMatcher(self.library, grammar, log_level=0)
 
     def bytes_of(self, token: int) -> bytes:
         if isinstance(self.library, ConfigError):
@@ -74,7 +69,7 @@ class Constraint:
     """
 
     def __init__(self, table: TokenTable, grammar: str, ends: frozenset[int]) -> None:
-        self._matcher = table.matcher(grammar)
+        self._matcher = table.matcher(grammar).deep_copy()
         self._ends = {token for token in ends if token < table.vocab_size}
         self._mask_bytes = mask_bytes(table.vocab_size)
         self._took_s = LONG_S

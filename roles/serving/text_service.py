@@ -49,12 +49,27 @@ class DraftSource(Protocol):
         """No more drafts are wanted. May be called twice."""
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedText:
+    """A request as token ids and numbers."""
+
+    ids: list[int]
+    max_new_tokens: int
+    left_out: int
+    writer: TextWriter
+    sampling: Sampling
+    constraint: Constraint | None
+
+    @property
+    def positions(self) -> int:
+        return len(self.ids) + self.max_new_tokens
+
+
 class TextSession(Writing):
     """A text that a model writes here.
 
     Args:
         session: of the model.
-        constraint: None: the text is free.
         submit: runs a function on a thread.
         on_end: called once, when no pass is under way any more.
     """
@@ -63,19 +78,16 @@ class TextSession(Writing):
         self,
         session: ModelSession,
         decoding: Decoding,
-        writer: TextWriter,
+        prepared: PreparedText,
         stats: TextStats,
         *,
-        left_out: int,
-        constraint: Constraint | None,
         submit: Submit,
         now: Callable[[], float],
         on_end: Callable[[TextSession], None],
     ) -> None:
-        super().__init__(decoding.prompt_tokens, left_out, decoding.ids)
+        super().__init__(decoding.prompt_tokens, prepared.left_out, decoding.ids)
         self.decoding = decoding
-        self._session, self._writer = session, writer
-        self._constraint = constraint
+        self._session, self._writer, self._constraint = session, prepared.writer, prepared.constraint
         self._now, self._on_end, self._submit = now, on_end, submit
         self._stats = stats
         self._drafts: DraftSource | None = None
@@ -241,22 +253,6 @@ WAIT_S = 60.0
 _ROLES = (SYSTEM, USER, ASSISTANT, TOOL)
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedText:
-    """A request as token ids and numbers."""
-
-    ids: list[int]
-    max_new_tokens: int
-    left_out: int
-    writer: TextWriter
-    sampling: Sampling
-    constraint: Constraint | None
-
-    @property
-    def positions(self) -> int:
-        return len(self.ids) + self.max_new_tokens
-
-
 class ModelTextService:
     """A ``TextService``. It begins each text at once: whoever asks limits the number of texts.
 
@@ -301,7 +297,14 @@ class ModelTextService:
     ) -> tuple[TextSession, PreparedText]:
         """Make a text and the model's session for it. The caller begins the text at once. Raises as ``write``."""
         prepared = await self._thread.submit(partial(self._prepare_ids, request))
-        opened = await self._open(prepared, request)
+        await self._closing.settle(timeout_s=WAIT_S)  # the sessions of texts that have just ended have memory
+        opened = await self._served.open(
+            positions=prepared.positions,
+            sampling=prepared.sampling,
+            sample_from=len(prepared.ids),
+            ids=() if request.prompt_logprobs else prepared.ids,  # scores need all positions to be computed
+            priority=request.priority,
+        )
         decoding = Decoding(
             prepared.ids,
             max_new_tokens=prepared.max_new_tokens,
@@ -324,17 +327,7 @@ class ModelTextService:
             cached_tokens=opened.cached,
             pace=self._pace,
         )
-        session = TextSession(
-            opened,
-            decoding,
-            prepared.writer,
-            stats,
-            left_out=prepared.left_out,
-            constraint=prepared.constraint,
-            submit=self._thread.submit,
-            now=self._now,
-            on_end=end,
-        )
+        session = TextSession(opened, decoding, prepared, stats, submit=self._thread.submit, now=self._now, on_end=end)
         session.prompt_logprobs = [None] if request.prompt_logprobs else []
         self._texts.add(session)
         return session, prepared
@@ -409,18 +402,6 @@ class ModelTextService:
     def _room_for_new_tokens(self, taken: int) -> int:
         """New tokens that fit. At least one, so that the check of the length reports a prompt that is too long."""
         return max(1, (self.context or CONVERSATION_POSITIONS + taken) - taken)
-
-    async def _open(self, prepared: PreparedText, request: TextRequest) -> ModelSession:
-        """Open a session of the model, after those of texts that have just ended are closed. Raises as
-        ``ServedModel.open``."""
-        await self._closing.settle(timeout_s=WAIT_S)
-        return await self._served.open(
-            positions=prepared.positions,
-            sampling=prepared.sampling,
-            sample_from=len(prepared.ids),
-            ids=() if request.prompt_logprobs else prepared.ids,  # scores need all positions to be computed
-            priority=request.priority,
-        )
 
 
 def check_request(request: TextRequest) -> None:
