@@ -223,19 +223,19 @@ class HttpAnswer(ABC):
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
-    async def write_best(self) -> list[events.WrittenChoice]:
-        """The choices of all prompts, in order: of each prompt the likeliest candidates, by the mean log-probability of
-        their tokens. Raises as ``write``."""
+    async def write_best(self) -> list[list[events.ChoiceEvent]]:
+        """The events of the choices of all prompts, in order: of each prompt the likeliest candidates, by the mean
+        log-probability of their tokens. Raises as ``write``."""
         candidates, choices = self._candidates, self._choices
-        texts = [events.WrittenChoice() for _ in range(candidates * len(self.texts))]
+        texts = [list[events.ChoiceEvent]() for _ in range(candidates * len(self.texts))]
 
         async def take(event: events.ChoiceEvent) -> None:
-            texts[event.index].events.append(event)
+            texts[event.index].append(event)
 
         await self.write(take)
         groups = (texts[start : start + candidates] for start in range(0, len(texts), candidates))
         if candidates > choices:
-            groups = (sorted(group, key=lambda text: -text.mean_logprob)[:choices] for group in groups)
+            groups = (sorted(group, key=events.mean_logprob, reverse=True)[:choices] for group in groups)
         return [text for group in groups for text in group]
 
     async def _write_text(self, index: int, text: TextRequest, take: Taker) -> None:
@@ -286,8 +286,8 @@ class HttpAnswer(ABC):
     # ------------------------------------------------------------------------------------------------------------ forms
 
     @abstractmethod
-    def whole(self, choices: Sequence[events.WrittenChoice]) -> dict[str, Any]:
-        """The document of a complete answer."""
+    def whole(self, choices: Sequence[Sequence[events.ChoiceEvent]]) -> dict[str, Any]:
+        """The document of a complete answer; ``choices``: as of ``write_best``."""
 
     @abstractmethod
     def frames(self, event: events.ChoiceEvent) -> Iterator[bytes]:
@@ -320,8 +320,8 @@ async def prompt_of(service: TokenizingService, text: TextRequest, use: ToolUse)
 class OneTextAnswer(HttpAnswer):
     """The answer of an interface that has one text, and whose frames build the document."""
 
-    def whole(self, choices: Sequence[events.WrittenChoice]) -> dict[str, Any]:
-        for event in choices[0].events:
+    def whole(self, choices: Sequence[Sequence[events.ChoiceEvent]]) -> dict[str, Any]:
+        for event in choices[0]:
             deque(self.frames(event), maxlen=0)
         return self.document()
 

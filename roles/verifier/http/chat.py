@@ -106,23 +106,27 @@ class ChatAnswer(OpenAiAnswer):
         count = fields.n or 1
         super().__init__(fields, origin, [text], fields.tool_use(), choices=count, candidates=count)
 
-    def content(self, choice: events.WrittenChoice) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": choice.text}
-        calls = [_call(event) for event in choice.events if isinstance(event, events.CallAdded)]
-        if calls:
-            message |= {"content": choice.text if choice.text.strip() else None, "tool_calls": calls}
-        return {"message": message, "logprobs": self._logprobs(choice.logprobs)}
-
-    def frames(self, event: events.ChoiceEvent) -> Iterator[bytes]:
+    def parts(self, event: events.ChoiceEvent) -> Iterator[dict[str, Any]]:
         match event:
             case events.ChoiceBegan():
-                yield self.choice_frame(event, delta={"role": "assistant", "content": ""})
+                yield self.part(event, delta={"role": "assistant", "content": ""})
             case events.TextAdded() if event.text or event.logprobs:
-                yield self.choice_frame(event, self._logprobs(event.logprobs), delta={"content": event.text})
+                yield self.part(event, self._logprobs(event.logprobs), delta={"content": event.text})
             case events.CallAdded():
-                yield self.choice_frame(event, delta={"tool_calls": [{"index": event.number, **_call(event)}]})
+                function = {"name": event.name, "arguments": event.arguments}
+                call = {"index": event.number, "id": f"call_{event.ident}", "type": "function", "function": function}
+                yield self.part(event, delta={"tool_calls": [call]})
             case events.ChoiceEnded():
-                yield self.choice_frame(event, delta={})
+                yield self.part(event, delta={})
+
+    def whole(self, choices: Sequence[Sequence[events.ChoiceEvent]]) -> dict[str, Any]:
+        document = super().whole(choices)
+        for choice in document["choices"]:
+            message = choice["message"] = choice.pop("delta")
+            for call in message.get("tool_calls", ()):
+                del call["index"]
+                message["content"] = message["content"] if message["content"].strip() else None
+        return document
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob | None]) -> dict[str, Any] | None:
         if self.texts[0].logprobs is None:
@@ -140,8 +144,3 @@ class ChatAnswer(OpenAiAnswer):
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         data = self.service.token_bytes(token)
         return {"token": data.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(data)}
-
-
-def _call(call: events.CallAdded) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{call.ident}", "type": "function", "function": function}

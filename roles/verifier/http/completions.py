@@ -78,20 +78,29 @@ class OpenAiAnswer(HttpAnswer):
     kind: ClassVar[str]
     frame_kind: ClassVar[str]
 
-    def whole(self, choices: Sequence[events.WrittenChoice]) -> dict[str, Any]:
-        listed = [
-            {"index": index, **self.content(choice), **_end_fields(choice.events[-1])}
-            for index, choice in enumerate(choices)
-        ]
-        return self._document(self.kind, listed) | {"usage": self._usage()}
-
     @abstractmethod
-    def content(self, choice: events.WrittenChoice) -> dict[str, Any]:
-        """What a choice has in the document, ``logprobs`` included."""
+    def parts(self, event: events.ChoiceEvent) -> Iterator[dict[str, Any]]:
+        """What an event adds to its choice, as in a frame."""
 
-    def choice_frame(self, event: events.ChoiceEvent, logprobs: object = None, **content: Any) -> bytes:
-        choice = {"index": event.index, **content, "logprobs": logprobs, **_end_fields(event)}
-        return frame(self._document(self.frame_kind, [choice]) | ({"usage": None} if self.has_usage else {}))
+    def part(self, event: events.ChoiceEvent, logprobs: object = None, **content: Any) -> dict[str, Any]:
+        end: dict[str, Any] = {"finish_reason": None}
+        if isinstance(event, events.ChoiceEnded):
+            end = {"finish_reason": event.reason, "stop_reason": event.stop_reason}
+        return {"index": event.index, **content, "logprobs": logprobs, **end}
+
+    def frames(self, event: events.ChoiceEvent) -> Iterator[bytes]:
+        for part in self.parts(event):
+            yield frame(self._document(self.frame_kind, [part]) | ({"usage": None} if self.has_usage else {}))
+
+    def whole(self, choices: Sequence[Sequence[events.ChoiceEvent]]) -> dict[str, Any]:
+        listed = list[dict[str, Any]]()
+        for index, written in enumerate(choices):
+            choice = dict[str, Any]()
+            for event in written:
+                for part in self.parts(event):
+                    _add(choice, part)
+            listed.append(choice | {"index": index})
+        return self._document(self.kind, listed) | {"usage": self._usage()}
 
     def last_frames(self) -> Iterator[bytes]:
         if self.has_usage:
@@ -113,10 +122,18 @@ class OpenAiAnswer(HttpAnswer):
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
-def _end_fields(event: events.ChoiceEvent) -> dict[str, Any]:
-    if isinstance(event, events.ChoiceEnded):
-        return {"finish_reason": event.reason, "stop_reason": event.stop_reason}
-    return {"finish_reason": None}
+def _add(whole: dict[str, Any], part: dict[str, Any]) -> None:
+    """Add the next part of a choice to those before: texts and lists grow."""
+    for name, value in part.items():
+        before = whole.get(name)
+        if isinstance(value, dict):
+            before = before or {}
+            _add(before, value)
+        elif before is None:
+            before = value
+        elif value is not None:
+            before += value
+        whole[name] = before
 
 
 class CompletionAnswer(OpenAiAnswer):
@@ -155,21 +172,16 @@ class CompletionAnswer(OpenAiAnswer):
         self._has_logprobs = fields.logprobs is not None
         self._tables = dict[int, LogprobTable]()
 
-    def content(self, choice: events.WrittenChoice) -> dict[str, Any]:
-        tokens = [token for event in choice.added for token in event.tokens]
-        logprobs = LogprobTable(self.service).rows(tokens, choice.logprobs) if self._has_logprobs else None
-        return {"text": choice.text, "logprobs": logprobs}
-
-    def frames(self, event: events.ChoiceEvent) -> Iterator[bytes]:
+    def parts(self, event: events.ChoiceEvent) -> Iterator[dict[str, Any]]:
         if isinstance(event, events.ChoiceEnded):
-            yield self.choice_frame(event, text="")
+            yield self.part(event, text="")
         elif isinstance(event, events.TextAdded):
             logprobs = None
             if self._has_logprobs:
                 table = self._tables.setdefault(event.index, LogprobTable(self.service))
                 logprobs = table.rows(event.tokens, event.logprobs)
             if event.text or (logprobs and event.tokens):
-                yield self.choice_frame(event, logprobs, text=event.text)
+                yield self.part(event, logprobs, text=event.text)
 
 
 class LogprobTable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from p2ptrain.core.serving import TokenLogprob
@@ -49,25 +50,8 @@ class ChoiceEnded(ChoiceEvent):
     stop_reason: str | int | None = None
 
 
-class WrittenChoice:
-    """A complete text."""
-
-    def __init__(self) -> None:
-        self.events = list[ChoiceEvent]()
-
-    @property
-    def added(self) -> list[TextAdded]:
-        return [event for event in self.events if isinstance(event, TextAdded)]
-
-    @property
-    def text(self) -> str:
-        return "".join(event.text for event in self.added)
-
-    @property
-    def logprobs(self) -> list[TokenLogprob | None]:
-        return [each for event in self.added for each in event.logprobs]
-
-    @property
-    def mean_logprob(self) -> float:
-        values = [each.logprob for event in self.added if not event.is_prompt for each in event.logprobs if each]
-        return math.fsum(values) / max(1, len(values))
+def mean_logprob(events: Iterable[ChoiceEvent]) -> float:
+    """Of the new tokens of a text."""
+    added = (event for event in events if isinstance(event, TextAdded) and not event.is_prompt)
+    values = [each.logprob for event in added for each in event.logprobs if each]
+    return math.fsum(values) / max(1, len(values))
