@@ -42,9 +42,9 @@ R = TypeVar("R", PeerInfo, ServingInfo)
 
 LOOPBACK = "127.0.0.1"
 LEAVE_S = 3.0  # a worker leaves within two seconds
-SEED_READY_S = 20.0
 READY_S = 180.0
-"""Time limit for all peers to join, or to serve. They import torch first, which is slow if many share few cores."""
+"""Time limit for the seed to listen, and for all peers to join, or to serve. They import torch first, which is slow if
+many share few cores."""
 EXIT_AFTER_CLOSE_S = 2.0  # a dying process ends at most so long after its connections
 LINE_BYTES = 64 << 20
 """The longest line of a child's output. A benchmark sends all its texts in one line."""
@@ -274,7 +274,7 @@ class LocalCluster:
             self.started.append(seed)
             assert seed.process.stdout is not None
             try:
-                async with asyncio.timeout(SEED_READY_S):
+                async with asyncio.timeout(READY_S):
                     ready = await seed.process.stdout.readline()
             except TimeoutError:
                 ready = b""

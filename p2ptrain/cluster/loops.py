@@ -16,13 +16,14 @@ T = TypeVar("T")
 
 
 def loop_factory(*, children: bool = False) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop if it is installed. ``children``: the loop must be able to start processes."""
+    """uvloop if it is installed. ``children``: the loop starts processes, for which every system has asyncio's."""
+    if children:
+        return None
     try:
         import uvloop
     except ImportError:  # Windows, or no build for this interpreter: asyncio's loop is slower
-        # Windows' default loop ignores requests to pause reading, which bulk payloads need. The selector loop cannot
-        # start processes.
-        return asyncio.SelectorEventLoop if sys.platform == "win32" and not children else None
+        # Windows' default loop ignores requests to pause reading, which bulk payloads need.
+        return asyncio.SelectorEventLoop if sys.platform == "win32" else None
     factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     return factory
 
