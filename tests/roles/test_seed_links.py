@@ -130,7 +130,8 @@ async def test_a_cluster_measures_its_links_and_says_what_it_makes_of_them(clust
     for _ in range(3):
         cluster.join()
     running = await cluster.job_until(job, lambda item: item["state"] == "running" and all(item["edge_bps"] or [0]))
-    assert (running["streams"], running["codec"]) == (1, "fp32")
+    streams = running["streams"]  # more than one if this machine was busy while they measured
+    assert (streams > 0, running["codec"]) == (True, "fp32")
     assert len(running["edge_ms"]) == 3
     assert all(latency_ms >= 0 for latency_ms in running["edge_ms"])
     ranked = {peer["rank"]: peer for peer in (await cluster.ask("peers.list"))["peers"]}
@@ -141,5 +142,5 @@ async def test_a_cluster_measures_its_links_and_says_what_it_makes_of_them(clust
     told = {event["kind"]: event["text"] for event in events}
     assert " → " in told["view"]
     assert "; slowest edge " in told["ring-order"]
-    assert told["ring-transport"].startswith("1 connection per link (round trip ")
+    assert told["ring-transport"].startswith(f"{streams} connection{'s' * (streams > 1)} per link (round trip ")
     assert told["ring-transport"].endswith("; codec fp32, as the profile says")
