@@ -13,9 +13,12 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from p2ptrain.core.errors import P2PTrainError
 from wire.client import SeedClient
+from wire.records import ServingInfo
 from wire.transport import TcpNetwork
 
 DEADLINE_S = 120.0
@@ -181,6 +184,30 @@ class Machine:
         finally:
             await client.close()
         raise AssertionError("the updates ended")
+
+    async def served_until(self, fits: Callable[[list[ServingInfo]], bool]) -> list[ServingInfo]:
+        """What is served, as soon as it fits."""
+        known: dict[str, ServingInfo] = {}
+        client = await SeedClient.connect(TcpNetwork(), "127.0.0.1", self.port, name="test")
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                async for records in client.news():
+                    known |= {info.id: info for info in records if isinstance(info, ServingInfo)}
+                    if fits(list(known.values())):
+                        return list(known.values())
+        except (TimeoutError, P2PTrainError) as error:
+            raise AssertionError(f"{known}\n{self.said()}") from error
+        finally:
+            await client.close()
+        raise AssertionError("the updates ended")
+
+
+async def gone(processes: list[psutil.Process]) -> bool:
+    """Whether all end by themselves."""
+    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, timeout=DEADLINE_S)
+    for process in alive:
+        process.kill()
+    return not alive
 
 
 @pytest.fixture(scope="session")

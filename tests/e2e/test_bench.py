@@ -15,6 +15,7 @@ from p2ptrain.compute.model import build_model
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.lab.bench.training import PHASES
 from tests.compute.tiny_trainer import tiny
+from tests.e2e.conftest import gone
 
 
 async def document(process: Any) -> Any:
@@ -26,11 +27,6 @@ async def document(process: Any) -> Any:
 async def members_of(process: Any) -> list[psutil.Process]:
     await process.until(r"round \d")
     return psutil.Process(process.process.pid).children()
-
-
-async def all_gone(members: list[psutil.Process]) -> None:
-    await asyncio.to_thread(psutil.wait_procs, members, 10)
-    assert not [member for member in members if member.is_running() and member.status() != psutil.STATUS_ZOMBIE]
 
 
 async def test_the_ring_beside_gloo_and_sockets(machine: Any) -> None:
@@ -119,34 +115,34 @@ async def test_schedules_of_a_pipeline_over_a_slow_link(machine: Any) -> None:
     assert kept["extended"] in ([4, 3, 1], [4, 4, 1]), "as the link was measured"
 
 
-async def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(machine: Any) -> None:
+async def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(machine: Any, real_starts: None) -> None:
     process = await machine.start("bench", "link", "--rounds", "10000", "--json")
     members = await members_of(process)
     assert len(members) == 2
     assert await process.interrupt() == 130
-    await all_gone(members)
+    assert await gone(members)
     found = json.loads("\n".join(process.out))
     assert not found["complete"]
     assert found["results"]
 
 
-async def test_members_end_with_a_command_that_is_killed(machine: Any) -> None:
+async def test_members_end_with_a_command_that_is_killed(machine: Any, real_starts: None) -> None:
     idle = await machine.start("bench", "member", "0", "2")  # its input has ended already
     async with asyncio.timeout(20):
         assert await idle.end() == 0
     process = await machine.start("bench", "link", "--rounds", "10000")
     members = await members_of(process)
     await process.kill()
-    await all_gone(members)
+    assert await gone(members)
 
 
-async def test_a_member_that_dies_is_told(machine: Any) -> None:
+async def test_a_member_that_dies_is_told(machine: Any, real_starts: None) -> None:
     process = await machine.start("bench", "link", "--rounds", "10000")
     members = await members_of(process)
     members[1].kill()
     assert await process.end() == 5
     assert "error: member " in process.text
-    await all_gone(members)
+    assert await gone(members)
 
 
 @pytest.mark.slow

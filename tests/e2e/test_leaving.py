@@ -12,9 +12,8 @@ from collections.abc import AsyncIterator
 import psutil
 import pytest
 
-from tests.e2e.conftest import Machine, Process
+from tests.e2e.conftest import DEADLINE_S, Machine, Process, gone
 
-DEADLINE_S = 60.0
 LONG = 100_000  # steps: never done within a test
 
 
@@ -84,7 +83,7 @@ async def test_up_leaves_nobody_behind(machine: Machine) -> None:
 
 
 @pytest.mark.slow
-async def test_children_leave_when_their_parent_is_killed(machine: Machine) -> None:
+async def test_children_leave_when_their_parent_is_killed(machine: Machine, real_starts: None) -> None:
     settings = machine.settings(job__steps=LONG)
     up = await machine.start("up", "--workers", "1", "--plain", "--state", str(machine.root), *settings)
     await up.until("step")
@@ -94,14 +93,6 @@ async def test_children_leave_when_their_parent_is_killed(machine: Machine) -> N
     assert await gone(children)
     for log in (machine.root / "logs").iterdir():
         assert "Traceback" not in log.read_text()
-
-
-async def gone(processes: list[psutil.Process]) -> bool:
-    """Whether all end by themselves."""
-    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, timeout=DEADLINE_S)
-    for process in alive:
-        process.kill()
-    return not alive
 
 
 # ------------------------------------------------------------------------------------------------------- odd terminals

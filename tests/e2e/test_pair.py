@@ -12,6 +12,7 @@ import pytest
 from p2ptrain.compute.text import ModelText
 from p2ptrain.core.serving import Sampling
 from tests.compute.families import generated, opened
+from tests.e2e.conftest import gone
 
 pytestmark = pytest.mark.slow
 
@@ -39,4 +40,4 @@ async def test_a_pair_is_trained_and_the_larger_one_writes_its_own_text(machine:
     assert (answer["text"], answer["tokens"]) == (text.tokenizer.backend.decode(alone), TOKENS)
     children = psutil.Process(process.process.pid).children(recursive=True)
     assert await process.interrupt() == 0, process.text
-    assert not [child for child in children if child.is_running()]
+    assert await gone(children)

@@ -62,7 +62,7 @@ async def test_stage_moves_when_a_job_takes_its_worker(machine: Machine, tmp_pat
     seed = ["--seed", f"127.0.0.1:{machine.port}"]
     first = await machine.join("--name", "first", "--threads", "1")
     verifier = await machine.join("--role", "verifier", "--model", str(large), "--split", "--name", "v")
-    await verifier.until("large writes text")
+    await machine.served_until(lambda served: any(info.is_ready for info in served))
     asked = ["generate", "once upon a time", "-n", "100", "--temperature", "0", *seed, "--json"]
     code, before = await machine.run(*asked)
     assert code == 0, before

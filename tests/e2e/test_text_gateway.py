@@ -16,13 +16,10 @@ from starlette.routing import Route
 
 from p2ptrain.compute.model import build_model
 from p2ptrain.compute.tokenizer import Tokenizer
-from p2ptrain.core.errors import P2PTrainError
 from roles.http.answers import JsonApp, Problem, json_response
 from roles.http.server import serving
 from tests.compute.tiny_trainer import tiny
-from tests.e2e.conftest import DEADLINE_S, Machine
-from wire.client import SeedClient
-from wire.records import ServingInfo
+from tests.e2e.conftest import Machine
 from wire.transport import TcpNetwork
 
 pytestmark = pytest.mark.slow
@@ -50,23 +47,6 @@ class Double(JsonApp):
         return StreamingResponse(iter(lines), media_type="text/event-stream")
 
 
-async def listed_until(machine: Machine, fits: Any) -> list[ServingInfo]:
-    """What is served, as soon as it fits."""
-    known: dict[str, ServingInfo] = {}
-    client = await SeedClient.connect(TcpNetwork(), "127.0.0.1", machine.port, name="test")
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            async for records in client.news():
-                known |= {info.id: info for info in records if isinstance(info, ServingInfo)}
-                if fits(list(known.values())):
-                    return list(known.values())
-    except (TimeoutError, P2PTrainError) as error:
-        raise AssertionError(f"{known}\n{machine.said()}") from error
-    finally:
-        await client.close()
-    raise AssertionError("the updates ended")
-
-
 async def test_text_comes_although_its_verifier_is_killed_and_an_existing_server_takes_part(
     machine: Machine, tmp_path: Path
 ) -> None:
@@ -89,12 +69,12 @@ async def test_text_comes_although_its_verifier_is_killed_and_an_existing_server
         await machine.join(*role, "--upstream", upstream, "--upstream-key-file", str(keys[2]), "--name", "existing")
         options = (*role, "--model", str(checkpoint), "--threads", "1")
         processes = {name: await machine.join(*options, "--name", name) for name in ("one", "two")}
-        await listed_until(machine, lambda found: sum(info.is_ready for info in found) == 3)
+        await machine.served_until(lambda found: sum(info.is_ready for info in found) == 3)
         async with AsyncOpenAI(base_url=f"{url}/v1", api_key=keys[1].read_text(), max_retries=0) as client:
             assert {model.id async for model in client.models.list()} == {"little", "echo"}
             ask = client.completions.with_raw_response.create
             writing = asyncio.create_task(ask(model="little", prompt="a", max_tokens=TOKENS, extra_body={"seed": 1}))
-            found = await listed_until(machine, lambda found: any(info.sessions for info in found))
+            found = await machine.served_until(lambda found: any(info.sessions for info in found))
             [killed] = [info.name for info in found if info.sessions]
             await processes.pop(killed).kill()
             answer = await writing
