@@ -112,6 +112,7 @@ class Sampling:
 
 USUAL = Sampling(temperature=1.0, top_k=50, top_p=1.0)
 """transformers' defaults."""
+_LIKELIEST = Sampling(temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,18 +141,14 @@ class SamplingOptions:
         Raises:
             ConfigError: a value in ``table`` is invalid.
         """
-        options = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-        asked = any(value is not None for value in options.values())
+        options = {item.name: getattr(self, item.name) for item in fields(self)}
+        drawn = ("temperature", "top_k", "top_p", "min_p")
+        asked = any(options[name] is not None for name in drawn)
         draws = self.temperature != 0 if asked else table.get("do_sample") is True
-        known = {"repetition_penalty": self.repetition_penalty} | (options if draws else {})
-        values: dict[str, Any] = {
-            name: _number(table, name, getattr(USUAL, name)) if value is None else value
-            for name, value in known.items()
-        }
-        values |= {
-            name: getattr(self, name) for name in ("seed", "presence_penalty", "frequency_penalty", "logit_bias")
-        }
-        return replace(USUAL if draws else Sampling(0.0), **values)
+        if not draws:
+            options |= {name: getattr(_LIKELIEST, name) for name in drawn}
+        left_out = [name for name, value in options.items() if value is None]
+        return Sampling(**options | {name: _number(table, name, getattr(USUAL, name)) for name in left_out})
 
 
 def _number(table: Mapping[str, Any], name: str, usual: float) -> float:

@@ -171,18 +171,18 @@ class MessageAnswer(OneTextAnswer):
                 yield _event("message_start", message=self.document())
             case events.TextAdded() if event.text:
                 if not self._blocks or self._blocks[-1]["type"] != "text":
-                    yield from self._close_block()
                     yield self._open_block({"type": "text", "text": ""})
                 self._blocks[-1]["text"] += event.text
-                yield self._delta({"type": "text_delta", "text": event.text})
+                yield self._block_event("delta", delta={"type": "text_delta", "text": event.text})
             case events.CallAdded():
-                yield from self._close_block()
-                call = {"type": "tool_use", "id": f"toolu_{event.ident}", "name": event.name}
-                yield self._open_block(call | {"input": {}})
-                self._blocks[-1] = call | {"input": json.loads(event.arguments)}
-                yield self._delta({"type": "input_json_delta", "partial_json": event.arguments})
+                yield from self._close_text()
+                call = {"type": "tool_use", "id": f"toolu_{event.ident}", "name": event.name, "input": {}}
+                yield self._open_block(call)
+                call["input"] = json.loads(event.arguments)
+                yield self._block_event("delta", delta={"type": "input_json_delta", "partial_json": event.arguments})
+                yield self._block_event("stop")
             case events.ChoiceEnded():
-                yield from self._close_block()
+                yield from self._close_text()
                 is_asked = event.reason == "stop" and event.stop_reason in self.texts[0].stop
                 reason = "stop_sequence" if is_asked else _REASONS[event.reason]
                 self._end = {"stop_reason": reason, "stop_sequence": event.stop_reason if is_asked else None}
@@ -207,14 +207,15 @@ class MessageAnswer(OneTextAnswer):
 
     def _open_block(self, block: dict[str, Any]) -> bytes:
         self._blocks.append(block)
-        return _event("content_block_start", index=len(self._blocks) - 1, content_block=block)
+        return self._block_event("start", content_block=block)
 
-    def _delta(self, delta: dict[str, str]) -> bytes:
-        return _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
+    def _close_text(self) -> Iterator[bytes]:
+        """Close the last block if it is text; a call is closed at once."""
+        if self._blocks and self._blocks[-1]["type"] == "text":
+            yield self._block_event("stop")
 
-    def _close_block(self) -> Iterator[bytes]:
-        if self._blocks:
-            yield _event("content_block_stop", index=len(self._blocks) - 1)
+    def _block_event(self, what: str, **fields: Any) -> bytes:
+        return _event(f"content_block_{what}", index=len(self._blocks) - 1, **fields)
 
 
 def _event(name: str, /, **fields: Any) -> bytes:

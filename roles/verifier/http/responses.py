@@ -119,33 +119,36 @@ class ResponseAnswer(OneTextAnswer):
 
     def _open_message(self) -> Iterator[bytes]:
         ident = f"msg_{self.origin.digits}{len(self._output)}"
-        item = {"id": ident, "type": "message", "role": ASSISTANT, "status": "in_progress"}
-        self._output.append({**item, "content": []})
-        yield self._frame("response.output_item.added", output_index=len(self._output) - 1, item=self._output[-1])
-        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        self._output[-1]["content"].append(part)
+        content, part = list[dict[str, Any]](), {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        item = {"id": ident, "type": "message", "role": ASSISTANT, "status": "in_progress", "content": content}
+        self._output.append(item)
+        yield self._item_frame("added")
+        content.append(part)
         yield self._frame("response.content_part.added", **self._place(), part=part)
 
     def _close_message(self) -> Iterator[bytes]:
-        if self._output and self._output[-1]["type"] == "message":
-            item = self._output[-1]
+        if self._output and (item := self._output[-1])["type"] == "message":
             item["status"] = "completed"
             part = item["content"][0]
             yield self._frame("response.output_text.done", **self._place(), text=part["text"], logprobs=[])
             yield self._frame("response.content_part.done", **self._place(), part=part)
-            yield self._frame("response.output_item.done", output_index=len(self._output) - 1, item=item)
+            yield self._item_frame("done")
 
     def _add_call(self, call: events.CallAdded) -> Iterator[bytes]:
-        index, ident = len(self._output), f"fc_{call.ident}"
-        item = {"id": ident, "type": "function_call", "call_id": f"call_{call.ident}", "name": call.name}
-        opened = item | {"status": "in_progress", "arguments": ""}
-        yield self._frame("response.output_item.added", output_index=index, item=opened)
-        where = {"item_id": ident, "output_index": index}
+        item = {"id": f"fc_{call.ident}", "type": "function_call", "call_id": f"call_{call.ident}", "name": call.name}
+        item |= {"status": "in_progress", "arguments": ""}
+        where = {"item_id": item["id"], "output_index": len(self._output)}
+        self._output.append(item)
+        yield self._item_frame("added")
         yield self._frame("response.function_call_arguments.delta", **where, delta=call.arguments)
+        item |= {"status": "completed", "arguments": call.arguments}
         whole = {"name": call.name, "arguments": call.arguments}
         yield self._frame("response.function_call_arguments.done", **where, **whole)
-        self._output.append(item | {"status": "completed", "arguments": call.arguments})
-        yield self._frame("response.output_item.done", output_index=index, item=self._output[-1])
+        yield self._item_frame("done")
+
+    def _item_frame(self, what: str) -> bytes:
+        index = len(self._output) - 1
+        return self._frame(f"response.output_item.{what}", output_index=index, item=self._output[index])
 
     def _place(self) -> dict[str, Any]:
         """Where the text of the last item is."""
