@@ -701,11 +701,7 @@ _NEEDS: dict[str, tuple[tuple[str, tuple[Any, ...], str], ...]] = {
         ("data.limit_bytes", (0,), "pairs are read whole"),
     ),
     "device.precision = bf16-weights": (
-        (
-            "job.strategy",
-            ("sync", "pipeline", "sharded", "local", "server", _PLUGIN),
-            "rounds would change its weights",
-        ),
+        ("job.strategy", ("sync", "pipeline", "sharded", "local", "server", _PLUGIN), "rounds change rounded weights"),
         ("model.freeze", ([],), "frozen weights are rounded in memory, and would be saved so"),
     ),
     "device.compile = on": (

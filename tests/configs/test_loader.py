@@ -59,9 +59,7 @@ def test_each_layer_is_stronger_than_the_last(tmp_path: Path) -> None:
 def test_a_plugin_has_a_table_of_settings(tmp_path: Path) -> None:
     table = '[plugins.fp24]\npackage = "mine==1.2"\nrounds = 2\nscale = 0.5\nname = "x"\n'
     path = _file(tmp_path, f'base = "tiny"\n[ring]\ncodec = "fp24"\n{table}')
-    loaded = load(
-        path, {"P2PTRAIN__PLUGINS__FP24__ROUNDS": "3"}, ["plugins.fp24.fast=true", "plugins.other.package=no"]
-    )
+    loaded = load(path, {"P2PTRAIN__PLUGINS__FP24__ROUNDS": "3"}, ["plugins.fp24.fast=true", "plugins.other.x=no"])
     assert loaded.profile.plugins.settings_of("fp24") == {"rounds": 3, "scale": 0.5, "name": "x", "fast": True}
     assert loaded.profile.needs == {"codecs:fp24": "mine==1.2"}
     assert loaded.sources["plugins.fp24.package"] == f"{path}:5"

@@ -85,7 +85,8 @@ def test_what_a_plugin_raises_is_its_own() -> None:
 def test_a_worker_must_install_what_it_lacks() -> None:
     needs = {"codecs:a": "one", "readers:b": "one", "models:c": "two==1"}
     assert lacking(needs, "codecs:a,readers:b,models:c,models:d") == ""
-    assert lacking(needs, "codecs:ab").endswith("run pip install one two==1, then start again")
+    assert lacking(needs, "").endswith("run pip install one two==1, then start again")
+    assert lacking({"codecs:a": "one"}, "codecs:ab")
     assert lacking(needs, "models:c").startswith("needs codecs:a, readers:b: run pip install one,")
 
 

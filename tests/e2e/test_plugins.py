@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.e2e.conftest import ROOT, Machine
@@ -33,6 +34,23 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "pip", "install", *options, "--target", str(place / "site"), str(place / "source")]
     subprocess.run(command, check=True)
     return place / "site"
+
+
+def test_the_codec_of_the_example_rounds_and_keeps_what_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples" / "plugin")
+    from p2ptrain_example.codec import Fp24
+
+    largest = np.finfo(np.float32).max
+    all_ones = np.array([0x7FFFFFFF], np.uint32).view(np.float32)[0]  # a NaN that rounding would make -0
+    values = np.array([1 + 2**-16, 1 + 2**-17, -1e-30, np.inf, -np.inf, all_ones, largest], np.float32)
+    for nearest in (True, False):
+        codec = Fp24(nearest=nearest)
+        encoded, decoded = np.zeros(codec.encoded_bytes(values.size), np.uint8), np.zeros_like(values)
+        codec.encode(values, encoded)
+        codec.decode(encoded, decoded)
+        assert list(np.isfinite(decoded)) == [True, True, True, False, False, False, not nearest]
+        assert abs(decoded[2] / values[2] - 1) <= 2 ** -(16 if nearest else 15)
+    assert decoded[0] == decoded[1] == 1  # towards zero
 
 
 @pytest.mark.slow
