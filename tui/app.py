@@ -10,11 +10,11 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Awaitable, Iterable
+from typing import Any, ClassVar
 
 from rich.text import Text
-from textual import events
+from textual import events, work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
@@ -22,17 +22,18 @@ from textual.content import Content
 from textual.geometry import Size
 from textual.notifications import SeverityLevel
 from textual.screen import ModalScreen
-from textual.widgets import Button, Footer, OptionList, Static
+from textual.widgets import Footer, Input, OptionList, Static
 
 from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.world import Clock, LoopClock
 from tui import format as fmt
 from tui.chain_panel import ChainsPanel
+from tui.dialogs import LEAVE, ChatScreen, PromptScreen
 from tui.format import ABSENT, SLOWEST, SPENT_LOOKS, Span
 from tui.model import LinkPhase, SeedConnection
 from tui.panels import Frame, HeaderBar, RecoveriesPanel, RingPanel, TrainingPanel
 from tui.serving import ServingPanel
-from tui.source import Connect, SeedSource
+from tui.source import SeedSource
 from tui.tables import CheckpointsPanel, EventsPanel, JobsPanel, PeersPanel, TablePanel
 from tui.theme import DARK, THEMES, Palette
 from wire.records import JobInfo
@@ -45,20 +46,6 @@ CLUSTER, CHAINS, SERVING = 1, 5, 6
 STICKY_S = 7 * 86_400.0
 """Timeout of a notification that stays until a click removes it."""
 FOCUS_OF_VIEW = ("#peers-table", "#training", "#jobs-table", "#events-table", "#chains", "#serving")
-LEAVE = Binding("ctrl+c", "app.interrupt", show=False)
-"""Ctrl+C also for dialogs, in which the app's own bindings do not work."""
-KEYS = (
-    ("p  r", "pause, resume the job in view"),
-    ("s", "save a checkpoint"),
-    ("c", "cancel the job (asks first)"),
-    ("1 to 6", "cluster, training, jobs, events, split models, serving"),
-    ("tab", "the next table or view"),
-    ("↑ ↓", "move in a table; in Jobs: choose the job in view"),
-    ("d", "dark or light"),
-    ("q", "leave; training goes on"),
-)
-
-
 _LEGENDS = {
     "Peers": fmt.PEER_LOOKS,
     "Jobs": fmt.JOB_LOOKS,
@@ -76,19 +63,8 @@ _LEGENDS = {
 }
 
 
-class Drawing(NamedTuple):
-    """What a panel was last drawn from."""
-
-    layout: object = None
-    versions: object = None
-    drawn_at: float = 0.0
-
-
 class HelpScreen(ModalScreen[None]):
-    BINDINGS = [  # noqa: RUF012 - Textual's own type
-        Binding("escape,question_mark,q,enter", "dismiss", "close"),
-        LEAVE,
-    ]
+    BINDINGS = [Binding("escape,question_mark,q,enter", "dismiss"), LEAVE]  # noqa: RUF012 - Textual's own type
 
     def __init__(self, palette: Palette) -> None:
         super().__init__()
@@ -101,7 +77,8 @@ class HelpScreen(ModalScreen[None]):
             yield Static(Text("\n").join(self._palette.text(row) for row in self._rows()))
 
     def _rows(self) -> list[list[Span]]:
-        rows = [[Span(f"{keys:>9}  ", "accent"), Span(what)] for keys, what in KEYS]
+        keys = [binding for binding in self.app.BINDINGS if isinstance(binding, Binding) and binding.tooltip]
+        rows = [[Span(f"{key.key_display or key.key:>9}  ", "accent"), Span(key.tooltip)] for key in keys]
         for title, looks in _LEGENDS.items():
             rows += [[], [Span(title, "strong")], *_legend(looks)]
         slowest = Span("is at the slowest link of the ring, and stage.", "dim")
@@ -116,38 +93,6 @@ def _legend(looks: dict[str, fmt.Look]) -> list[list[Span]]:
     return [spans[start : start + 6] for start in range(0, len(spans), 6)]
 
 
-class ConfirmScreen(ModalScreen[bool]):
-    """A question. ``n``, escape, and enter on the focused button answer no."""
-
-    BINDINGS = [  # noqa: RUF012 - Textual's own type
-        Binding("y", "answer(True)", "yes"),
-        Binding("n,escape", "answer(False)", "no"),
-        Binding("left,right", "app.focus_next", show=False),
-        LEAVE,
-    ]
-
-    def __init__(self, question: str, consequence: str, yes: str) -> None:
-        super().__init__()
-        self._question, self._consequence, self._yes = question, consequence, yes
-
-    def compose(self) -> ComposeResult:
-        with VerticalScroll(id="confirm", classes="dialog", can_focus=False):
-            yield Static(Text(self._question, style="bold"))
-            yield Static(Text(self._consequence), id="consequence")
-            with Horizontal(id="answers"):
-                yield Button("No (n)", id="no", compact=True)
-                yield Button(f"{self._yes} (y)", id="yes", variant="error", compact=True)
-
-    def on_mount(self) -> None:
-        self.query_one("#no").focus()
-
-    def on_button_pressed(self, event: Button.Pressed) -> None:
-        self.dismiss(event.button.id == "yes")
-
-    def action_answer(self, answer: bool) -> None:
-        self.dismiss(answer)
-
-
 class P2PTrainApp(App[bool]):
     """The app. Its result is true if the user left with Ctrl+C. ``refresh_hz``: redraws per second; 0: none, for
     tests."""
@@ -156,16 +101,21 @@ class P2PTrainApp(App[bool]):
     CSS_PATH = "app.tcss"
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("p", "ask('pause')", "Pause"),
-        Binding("r", "ask('resume')", "Resume"),
-        Binding("s", "ask('save')", "Save"),
-        Binding("c", "cancel_job", "Cancel"),
+        Binding("p", "ask('pause')", "Pause", tooltip="pause the job in view"),
+        Binding("r", "ask('resume')", "Resume", tooltip="resume it"),
+        Binding("s", "ask('save')", "Save", tooltip="save a checkpoint"),
+        Binding("x", "cancel_job", "Cancel", tooltip="cancel the job (asks first)"),
+        Binding("n", "create_job", "New", tooltip="create a job from a profile"),
+        Binding("R", "restore_job", "Restore", tooltip="take the job back to a checkpoint"),
+        Binding("c", "chat", "Chat", tooltip="chat with a served model"),
+        Binding("slash", "filter", "Filter", key_display="/", tooltip="show only rows with some words; esc: all"),
+        Binding("escape", "show_matching('')", show=False),
         *(Binding(str(number), f"view({number})", name, show=False) for number, name in enumerate(VIEWS, 1)),
-        Binding("tab", "step(1)", "Next", priority=True, show=False),
-        Binding("shift+tab", "step(-1)", "Previous", priority=True, show=False),
-        Binding("d", "flip_theme", "Dark/light"),
+        Binding("tab", "step(1)", show=False, priority=True, tooltip="the next table or view; 1 to 6: a view"),
+        Binding("shift+tab", "step(-1)", show=False, priority=True),
+        Binding("d", "flip_theme", show=False, tooltip="dark or light"),
         Binding("question_mark", "help", "Help"),
-        Binding("q", "leave", "Quit"),
+        Binding("q", "leave", "Quit", tooltip="leave; training goes on"),
         Binding("ctrl+c", "interrupt", show=False),
     ]
 
@@ -177,11 +127,11 @@ class P2PTrainApp(App[bool]):
         self.source = source
         self.clock = clock or LoopClock()
         self.chosen_job: str | None = None
+        self.pattern = ""
         self.view = CLUSTER
         self.wide = False
         self._refresh_hz = refresh_hz
-        self._drawings: dict[Any, Drawing] = {}  # by panel
-        self._requests: set[str] = set()  # under way
+        self._drawings: dict[Any, tuple[object, object, float]] = {}  # by panel: what it was drawn from, and when
         self._phase = LinkPhase.CONNECTING
 
     # -------------------------------------------------------------------------------------------------------- drawing
@@ -201,7 +151,7 @@ class P2PTrainApp(App[bool]):
                 yield CheckpointsPanel()
                 yield RecoveriesPanel()
             yield EventsPanel()
-        yield Footer(show_command_palette=False)
+        yield Footer(show_command_palette=False, compact=True)
 
     def on_mount(self) -> None:
         self._lay_out(self.size)
@@ -232,19 +182,19 @@ class P2PTrainApp(App[bool]):
         self._choose_top_panel(job)
         if job is not None:
             self.source.watch(job.id)
-        frame = Frame(store, job, now, self.clock.wall(), self.palette, self.source.address)
+        frame = Frame(store, job, now, self.clock.wall(), self.palette, self.source.address, self.pattern)
         panels: Iterable[Any] = self.screen_stack[0].query("HeaderBar, Panel")
         for panel in panels:
             if not panel.display or panel.size.width == 0:
                 continue
             sizes = (panel.size, *(child.size for child in panel.children))
-            layout = (job.id if job else "", self.theme, sizes)
+            layout = (job.id if job else "", self.theme, self.pattern, sizes)
             second = int(now) if panel.TIMED else 0
             versions = (*(store.versions[topic] for topic in sorted(panel.TOPICS)), second)
-            last = self._drawings.get(panel, Drawing())
-            is_due = last.versions != versions and now - last.drawn_at >= panel.EVERY_S
-            if is_due or last.layout != layout:
-                self._drawings[panel] = Drawing(layout, versions, now)
+            last_layout, last_versions, drawn_at = self._drawings.get(panel, (None, None, 0.0))
+            is_due = last_versions != versions and now - drawn_at >= panel.EVERY_S
+            if is_due or last_layout != layout:
+                self._drawings[panel] = layout, versions, now
                 panel.show(frame)
 
     def _choose_top_panel(self, job: JobInfo | None) -> None:
@@ -351,41 +301,87 @@ class P2PTrainApp(App[bool]):
 
     # ------------------------------------------------------------------------------------------------------- requests
 
-    def action_ask(self, verb: str) -> None:
-        job = self.job
+    def action_ask(self, verb: str, job_id: str = "") -> None:
+        job = self.source.store.jobs.get(job_id) or self.job
         if job is None:
-            text = "create one with p2ptrain jobs create --profile tiny"
-            self.notify(text, title="There is no job yet", severity="warning")
+            self.notify("n creates one", title="There is no job yet", severity="warning")
             return
         request = f"{verb} {job.id}"
-        if request not in self._requests:  # a repeating key sends one request
-            self._requests.add(request)
-            self.run_worker(self._request(verb, job), name=request)
+        if all(worker.name != request for worker in self.workers):  # a repeating key sends one request
+            answer = self.source.request(f"jobs.{verb}", {"job": job.id})
+            self.run_worker(self._carry_out(answer, job.name, verb), name=request)
 
-    async def _request(self, verb: str, job: JobInfo) -> None:
+    async def _carry_out(self, request: Awaitable[object], name: str, verb: str) -> bool:
+        """Show whether it succeeds, and return it."""
         try:
-            await self.source.request(f"jobs.{verb}", {"job": job.id})
+            await request
         except P2PTrainError as error:
             text = f"{error.message}\n{error.remedy}" if error.remedy else error.message
-            self.notify(text, title=f"Cannot {verb} {job.name}", severity="error", timeout=10, markup=False)
-        else:
-            self.notify(_DONE[verb], title=job.name, markup=False)
-        finally:
-            self._requests.discard(f"{verb} {job.id}")
+            self.notify(text, title=f"Cannot {verb} {name}", severity="error", timeout=10, markup=False)
+            return False
+        self.notify(_DONE[verb], title=name, markup=False)
+        return True
 
-    def action_cancel_job(self) -> None:
+    async def _choose(self, title: str, about: str, choices: dict[str, str]) -> str:
+        answer = await self.push_screen_wait(PromptScreen(title, about, choices))
+        return answer[0] if answer else ""
+
+    @work
+    async def action_cancel_job(self) -> None:
         job = self.job
-        if job is None or self.source.store.link.phase is not LinkPhase.LIVE:
-            self.action_ask("cancel")  # reports why it cannot
+        if job is not None and self.source.store.link.phase is LinkPhase.LIVE:
+            end = f"It stops for good at step {job.step:,} of {job.steps_total:,}. Its checkpoints stay."
+            text = f"{end}\nTo stop for a while only, pause it with p."
+            if await self._choose(f"Cancel {job.name}?", text, {"no": "No, go on", "yes": "Yes, cancel it"}) != "yes":
+                return
+        self.action_ask("cancel", job.id if job else "")  # reports why it cannot
+
+    @work
+    async def action_create_job(self, typed: str = "") -> None:
+        about = "A profile and settings to change:  tiny job.steps=200  or  ./mine.toml"
+        prompt = PromptScreen("New job", about, self.source.actions.profiles(), typed)
+        if answer := await self.push_screen_wait(prompt):
+            request = self.source.actions.create_job(*answer)
+            if not await self._carry_out(request, answer[0] or answer[1], "create"):
+                self.action_create_job(answer[1])
+
+    @work
+    async def action_restore_job(self) -> None:
+        job = self.job
+        saved = self.source.store.checkpoints_in_order(job.id if job else "")
+        if job is None or not saved:
+            self.notify("s saves one", title="There is no checkpoint yet", severity="warning")
             return
+        lines = {
+            item.id: f"{item.step:<8} val {fmt.loss(item.val_loss):<9} saved {fmt.clock(item.created_at)}"
+            f" on {item.peer_name}" + ("" if item.stage is None else f", part {item.stage}")
+            for item in saved
+        }
+        if chosen := await self._choose(f"Restore {job.name}", "To which step? Those after it are run again.", lines):
+            await self._carry_out(self.source.request("checkpoints.restore", {"id": chosen}), job.name, "restore")
 
-        def cancel_if_confirmed(confirmed: bool | None) -> None:
-            if confirmed:
-                self.run_worker(self._request("cancel", job))
+    @work
+    async def action_chat(self) -> None:
+        known = self.source.store.serving
+        served = [info for info in known.values() if info.role == "verifier" and not info.upstream]
+        if not served:
+            self.notify("6 shows how to start a verifier", title="No model is served yet", severity="warning")
+            return
+        lines = {info.id: f"{info.label}   on {info.name}" for info in served}
+        if chosen := await self._choose("Chat", "With which model?", lines) if len(served) > 1 else served[0].id:
+            asked, stream = (known[chosen].model, known[chosen].peer), self.source.actions.stream
+            self.push_screen(ChatScreen(lines[chosen], lambda turns: stream(*asked, turns)))
 
-        end = f"It stops for good at step {job.step:,} of {job.steps_total:,}. Its checkpoints stay."
-        text = f"{end}\nTo stop for a while only, pause it with p."
-        self.push_screen(ConfirmScreen(f"Cancel {job.name}?", text, "Cancel the job"), cancel_if_confirmed)
+    async def action_filter(self) -> None:
+        prompt = PromptScreen(
+            "Filter", "only rows with these words  │  enter keeps it  │  esc: all rows", {}, self.pattern
+        )
+        await self.push_screen(prompt, lambda answer: self.action_show_matching(answer[1] if answer else ""))
+        self.watch(prompt.query_one(Input), "value", self.action_show_matching)
+
+    def action_show_matching(self, pattern: str) -> None:
+        self.pattern = pattern
+        self.refresh_panels()
 
 
 _DONE = {
@@ -393,8 +389,6 @@ _DONE = {
     "resume": "will resume",
     "save": "will be saved as soon as no step runs",
     "cancel": "is cancelled",
+    "create": "is a job now; it starts when enough workers are ready",
+    "restore": "goes back to the checkpoint",
 }
-
-
-def run_tui(connect: Connect, address: str) -> None:
-    P2PTrainApp(SeedSource(connect, address)).run()

@@ -32,7 +32,8 @@ RECENT = 30
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What panels draw from: the store, the job in view, the viewer's clocks, the colours, the seed's address."""
+    """What panels draw from: the store, the job in view, the viewer's clocks, the colours, the seed's address, and the
+    words of the rows to show."""
 
     store: RecordStore
     job: JobInfo | None
@@ -40,6 +41,7 @@ class Frame:
     wall: float
     palette: Palette
     address: str
+    pattern: str = ""
 
     def look_of(self, peer_id: str) -> Look:
         peer = self.store.peers.get(peer_id)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused, first_error
 from p2ptrain.core.texts import printable
@@ -23,9 +23,18 @@ PING_S = 5.0
 """Interval of requests that show whether a silent seed is still there."""
 FIRST_RETRY_S = 0.5
 LONGEST_RETRY_S = 10.0
+Messages = list[dict[str, str]]  # role and content of each turn
 
 Connect = Callable[[], AbstractAsyncContextManager[SeedClient]]
 """Opens an operator's connection to the seed. Raises ``P2PTrainError``."""
+
+
+class OperatorActions(NamedTuple):
+    """What the app does over connections of its own; each may raise ``P2PTrainError``."""
+
+    profiles: Callable[[], dict[str, str]]  # those that ship, by name: a line about each
+    create_job: Callable[[str, str], Awaitable[str]]  # name of one or "", a text with a path or overrides → id
+    stream: Callable[[str, str, Messages], AsyncGenerator[str, None]]  # model, id of a verifier, → pieces
 
 
 def backoff_s(attempt: int) -> float:
@@ -35,9 +44,9 @@ def backoff_s(attempt: int) -> float:
 class SeedSource:
     """Owned by the task that calls ``run``. ``address``: of the seed, for messages."""
 
-    def __init__(self, connect: Connect, address: str) -> None:
+    def __init__(self, connect: Connect, address: str, actions: OperatorActions) -> None:
         self.store = RecordStore()
-        self.address = address
+        self.address, self.actions = address, actions
         self._connect = connect
         self._clock = LoopClock()
         self._client: SeedClient | None = None
@@ -59,7 +68,7 @@ class SeedSource:
         if self._client is None or self.store.link.phase is not LinkPhase.LIVE:
             remedy = "it is dialled again automatically; try again when the header says live"
             raise ConnectionLost(f"there is no connection to the seed at {self.address}", remedy=remedy)
-        return await self._client.request(method, params, timeout_s=REQUEST_TIMEOUT_S)
+        return await self._client.request(method, params, timeout_s=75.0)  # it may verify a checkpoint
 
     async def run(self) -> None:
         """Feed the store until cancelled."""

@@ -84,8 +84,9 @@ class LiveTable(OptionList):
     DEFAULT_CSS = "LiveTable { scrollbar-size-vertical: 1; }"
 
     def sync(self, rows: dict[str, Row], palette: Palette, at: str = "") -> None:
-        """Show ``rows`` (key → spans) in their order, and go to the row ``at`` if there is one."""
-        at, place, scrolled = at or self.key_at_cursor, self.highlighted or 0, self.scroll_offset.y
+        """Show ``rows`` (key → spans) in their order, and go to the row ``at``; none if it is not among them."""
+        place = None if at else self.highlighted or 0
+        at, scrolled = at or self.key_at_cursor, self.scroll_offset.y
         keys = list(rows)
         with self.prevent(OptionList.OptionHighlighted):
             if keys != [option.id for option in self.options]:
@@ -130,11 +131,15 @@ class TablePanel(Panel):
         return choose(self.COLUMNS, self.table.scrollable_content_region.width)
 
     def show(self, frame: Frame) -> None:
-        rows, table, columns = self.rows(frame), self.table, self.chosen
-        self.set_title(len(rows))
+        every, table, columns = self.rows(frame), self.table, self.chosen
+        texts = {key: " ".join(span.text for cell in row.values() for span in cell) for key, row in every.items()}
+        words = frame.pattern.casefold().split()
+        rows = {key: every[key] for key, text in texts.items() if all(word in text.casefold() for word in words)}
+        self.set_title(f"{len(rows)} of {len(every)} with {frame.pattern}" if frame.pattern else len(rows))
         self.set_class(not rows, "-empty")
         if not rows:
-            rows_shown = [[Span("…", "dim")]] if frame.unconnected else self.empty(frame)
+            nothing = [[Span(f"no row has {frame.pattern}; / changes it, esc shows all", "dim")]]
+            rows_shown = nothing if every else [[Span("…", "dim")]] if frame.unconnected else self.empty(frame)
             self.query_one(".empty", Lines).draw(rows_shown, frame.palette)
             return
         labels = {column.key: _plain(column.label, "dim") for column in self.COLUMNS}

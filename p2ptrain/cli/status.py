@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -163,7 +162,8 @@ def attention(
 
 
 def tui(seed: SeedArgument = "") -> None:
-    """Watch a cluster full-screen, and pause, resume, save or cancel its jobs. Leaving the view stops nothing.
+    """Watch a cluster full-screen, control its jobs, and chat with the models that it serves. Leaving the view stops
+    nothing.
 
     \b
     Examples:
@@ -174,10 +174,9 @@ def tui(seed: SeedArgument = "") -> None:
     if not at_terminal():
         remedy = "for scripts there are `p2ptrain jobs list --json` and `p2ptrain peers list --json`"
         raise UserError("the full-screen view needs a terminal, and there is no terminal here", remedy=remedy)
-    from p2ptrain.cluster.access import read_target, shown_address
-    from tui.app import run_tui
+    from p2ptrain.cluster.viewing import new_app
 
-    run_tui(partial(operator, seed), shown_address(read_target(seed)))
+    new_app(seed).run()
 
 
 def logs(

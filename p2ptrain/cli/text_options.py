@@ -28,7 +28,7 @@ from p2ptrain.core.adapters import is_model
 from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.serving import QUANTIZED, SamplingOptions
 from p2ptrain.core.tensor_files import ADAPTER_CONFIG
-from p2ptrain.core.texts import check_one_of, printable
+from p2ptrain.core.texts import check_one_of, on_terminal, printable
 
 if TYPE_CHECKING:
     from p2ptrain.compute.text import Turn
@@ -48,7 +48,6 @@ WeightsOption = Annotated[
 
 TokensOption = Annotated[int, option("--tokens -n N", "Most tokens to write.", min=1)]
 
-_JOINERS = "\u200c\u200d"  # zero-width joiners of compound letters and emoji
 _ESCAPED = {"n": "\n", "t": "\t", "\\": "\\"}
 
 
@@ -173,10 +172,6 @@ def write(text: str) -> None:
     shown = on_terminal(text) if sys.stdout.isatty() else text
     sys.stdout.buffer.write(shown.encode("utf-8", "surrogateescape"))
     sys.stdout.buffer.flush()
-
-
-def on_terminal(text: str) -> str:
-    return "".join(letter if letter.isprintable() or letter in "\n\t" + _JOINERS else "�" for letter in text)
 
 
 # ------------------------------------------------------------------------------------------------------- checkpoints

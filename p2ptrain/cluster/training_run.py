@@ -12,12 +12,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from p2ptrain.cluster.access import operator
 from p2ptrain.cluster.jobs import UNSAVED, JobObserver, JobSummary, create_job, newest_of, show_step, summarize_job
 from p2ptrain.cluster.local_cluster import LOOPBACK, LocalCluster, PeerProcess, end_all, part_bytes, threads_each
 from p2ptrain.core.adapters import is_model
@@ -509,10 +507,9 @@ class FullScreenView:
     """The full-screen view of the seed at this port."""
 
     def __init__(self, port: int) -> None:
-        from tui.app import P2PTrainApp
-        from tui.source import SeedSource
+        from p2ptrain.cluster.viewing import new_app
 
-        self.app = P2PTrainApp(SeedSource(partial(operator, (LOOPBACK, port)), f"{LOOPBACK}:{port}"))
+        self.app = new_app(f"{LOOPBACK}:{port}")
 
     async def show(self, work: asyncio.Task[Any]) -> bool:
         """Show the view until the user leaves it. Returns whether that was by Ctrl+C. The view reports the end of

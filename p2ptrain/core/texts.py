@@ -27,6 +27,14 @@ def printable(text: str, most_chars: int = TEXT_CHARS) -> str:
     return short if short.isprintable() else "".join(letter if letter.isprintable() else "�" for letter in short)
 
 
+_ON_TERMINAL = "\n\t\u200c\u200d"  # with the zero-width joiners of compound letters and emoji
+
+
+def on_terminal(text: str) -> str:
+    """A model's text, of any length, with � for control characters."""
+    return "".join(letter if letter.isprintable() or letter in _ON_TERMINAL else "�" for letter in text)
+
+
 def human_bytes(size_bytes: float) -> str:
     """A size with a binary unit: ``3.4 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -15,6 +15,7 @@ import pytest
 from p2ptrain.cluster.client import AsyncClient, Client, TextSettings
 from p2ptrain.cluster.local_cluster import LocalCluster
 from p2ptrain.cluster.loops import ServiceThread
+from p2ptrain.cluster.viewing import new_app
 from p2ptrain.core.errors import ConfigError, DeadlineExceeded, Refused, UserError
 from tests.fake_seed import FakeSeed
 from wire.connection import Connection
@@ -113,6 +114,19 @@ def test_job_has_the_settings_of_a_profile_a_file_or_a_table(seed: MetricsSeed, 
     asked = [params for method, params in seed.asked if method == "jobs.create"]
     assert [(each["name"], each["profile"]) for each in asked] == [("tiny",) * 2, ("mine",) * 2, ("other", "custom")]
     assert [json.loads(each["spec"])["job"]["steps"] for each in asked] == [7, 7, 7]
+
+
+async def test_viewer_creates_a_job_from_a_typed_line(seed: MetricsSeed, tmp_path: Path) -> None:
+    (file := tmp_path / "my own.toml").write_text('base = "tiny"\n')
+    actions = new_app(seed.address).source.actions
+    assert actions.profiles()["tiny"].startswith("tiny   ")
+    await actions.create_job("tiny", "ti job.steps=7")
+    await actions.create_job("", f"{file} job.steps=7")
+    with pytest.raises(ConfigError, match=r"unknown key job\.step"):
+        await actions.create_job("tiny", "job.step=7")
+    asked = [params for method, params in seed.asked if method == "jobs.create"]
+    assert [each["name"] for each in asked] == ["tiny", "my own"]
+    assert [json.loads(each["spec"])["job"]["steps"] for each in asked] == [7, 7]
 
 
 def test_cluster_is_ended_after_ctrl_c_during_its_start(tmp_path: Path) -> None:

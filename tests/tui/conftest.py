@@ -14,7 +14,7 @@ import pytest
 from p2ptrain.core.errors import Refused
 from p2ptrain.lab.memory import MemoryNetwork, VirtualClockLoop
 from tests.fake_seed import FakeSeed
-from tests.tui.demo import DemoCluster
+from tests.tui.demo import DemoCluster, DemoSource
 from tui.source import SeedSource
 from wire.client import SeedClient
 from wire.connection import Connection
@@ -96,7 +96,7 @@ def watch() -> Callable[[Play], None]:
         network = MemoryNetwork()
         seed = DemoFakeSeed(network, DemoCluster(6))
         await seed.begin()
-        source = SeedSource(partial(connected, network), "seed:7337")
+        source = SeedSource(partial(connected, network), "seed:7337", DemoSource(None).actions)
         running = asyncio.get_running_loop().create_task(source.run())
         try:
             async with asyncio.timeout(600):

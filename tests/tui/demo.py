@@ -2,6 +2,7 @@
 
 python -m tests.tui.demo docs/tui.svg        what the README shows, and
 python -m tests.tui.demo --serving --view 6 --size 116x20 docs/tui-serving.svg
+python -m tests.tui.demo --serving --size 100x30 --chat docs/tui-chat.svg
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import argparse
 import asyncio
 import dataclasses
 import math
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
-from p2ptrain.core.errors import ConnectionLost, Refused
+from p2ptrain.core.errors import ConfigError, ConnectionLost, P2PTrainError, Refused
 from tests.tui.demo_serving import drafters, noise, verifier, writer
 from tui.model import LinkPhase, RecordStore, SeedConnection
-from tui.source import backoff_s
+from tui.source import Messages, OperatorActions, backoff_s
 from wire.messages import GpuInfo, Update
 from wire.records import (
     CheckpointInfo,
@@ -45,6 +47,11 @@ STEP_S = 0.8
 TOKENS_PER_STEP = 32_768
 SAVE_EVERY = 200
 VALIDATE_EVERY = 50
+PROFILES = {
+    "local": "local      the tiny model over slow links",
+    "small": "small      a model for a GPU in each machine",
+    "tiny": "tiny       the demo: a model that learns Python in a few minutes",
+}
 SEEN_S = 90
 """Of which a screenshot has the pace of those that write."""
 
@@ -350,6 +357,9 @@ class DemoSource:
         self.cluster = cluster
         self.clock = DemoClock()
         self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.actions = OperatorActions(lambda: PROFILES, self.create_job, self.stream)
+        self.asked: list[tuple[tuple[str, str], Messages]] = []
+        self.pieces: asyncio.Queue[str | P2PTrainError] = asyncio.Queue()
         self.watched = ""
 
     async def run(self) -> None:
@@ -386,6 +396,8 @@ class DemoSource:
         self.requests.append((method, params))
         if self.cluster is None or self.store.link.phase is not LinkPhase.LIVE:
             raise ConnectionLost(f"there is no connection to the seed at {self.address}", remedy="it is dialled again")
+        if method == "checkpoints.restore":
+            return {"job": "j1"}
         job = self.store.jobs[params["job"]]
         if job.id != "j1" or job.state not in ("running", "paused"):
             raise Refused("bad-state", f"job {job.name} is {job.state}", remedy="choose a job that runs")
@@ -395,8 +407,32 @@ class DemoSource:
         self.store.apply("jobs", [self.cluster.job().to_map()], self.clock.now())
         return {"job": job.id}
 
+    async def create_job(self, profile: str, text: str) -> str:
+        self.requests.append((profile, {"text": text}))
+        if "speed" in text:
+            raise ConfigError("--set speed=9: unknown key speed", remedy="the tables are job, model")
+        return "j9"
 
-async def _screenshot(*, peers: int, serving: bool, columns: int, rows: int, view: int) -> str:
+    async def stream(self, model: str, verifier: str, turns: Messages) -> AsyncGenerator[str, None]:
+        """The queue's pieces, up to an empty one."""
+        self.asked.append(((model, verifier), turns))
+        while piece := await self.pieces.get():
+            if isinstance(piece, P2PTrainError):
+                raise piece
+            yield piece
+
+
+ANSWER = (
+    "Each of the n members cuts the array into n chunks and sends one to its right neighbour, n - 1 times. It adds "
+    "what comes from the left. Then every chunk is whole at one member, and goes round once more:\n\n"
+    "    sent = 2 * (n - 1) / n * size  # by each member\n\n"
+    "So the time hardly grows with the number of members; the slowest link limits it."
+)
+
+
+async def _screenshot(*, peers: int, serving: bool, columns: int, rows: int, view: int, chat: bool) -> str:
+    from textual.widgets import Input
+
     from tui.app import P2PTrainApp  # the app knows the demo by its protocol only
 
     source = DemoSource(DemoCluster(peers, serving=serving))
@@ -406,6 +442,12 @@ async def _screenshot(*, peers: int, serving: bool, columns: int, rows: int, vie
             source.clock.time += 1
             source.tick()
         await pilot.press(str(view))
+        if chat:
+            source.pieces.put_nowait(ANSWER)
+            source.pieces.put_nowait("")
+            await pilot.press("c")
+            app.screen.query_one(Input).value = "How does a ring sum?"
+            await pilot.press("enter")
         await pilot.pause()
         return app.export_screenshot(title="p2ptrain tui")
 
@@ -417,9 +459,11 @@ def main() -> None:
     parser.add_argument("--serving", action="store_true", help="a verifier and drafters, too")
     parser.add_argument("--size", default="160x48", help="columns x rows")
     parser.add_argument("--view", type=int, default=1)
+    parser.add_argument("--chat", action="store_true", help="a conversation; with --serving")
     arguments = parser.parse_args()
     columns, _, rows = arguments.size.partition("x")
     shape: dict[str, Any] = {"peers": arguments.peers, "serving": arguments.serving, "view": arguments.view}
+    shape["chat"] = arguments.chat
     picture = asyncio.run(_screenshot(columns=int(columns), rows=int(rows), **shape))
     arguments.screenshot.write_text(picture, encoding="utf-8")
 

@@ -12,8 +12,9 @@ from textual.pilot import Pilot
 from p2ptrain.core.errors import UserError
 from tests.tui.demo import DemoCluster, DemoSource
 from tests.tui.invariants import check_store
-from tui.app import ConfirmScreen, HelpScreen, P2PTrainApp
+from tui.app import HelpScreen, P2PTrainApp
 from tui.chains import how_to_split
+from tui.dialogs import ChatScreen, PromptScreen
 from tui.model import RecordStore
 from tui.panels import HeaderBar, RingPanel, TrainingPanel
 from tui.tables import CheckpointsPanel, JobsPanel, PeersPanel
@@ -127,7 +128,7 @@ async def test_help_closes_and_quitting_says_that_training_goes_on():
     async with staged() as stage:
         await stage.press("question_mark")
         assert isinstance(stage.app.screen, HelpScreen)
-        await stage.press("p", "s", "c")
+        await stage.press("p", "s", "x")
         await stage.press("escape")
         assert not isinstance(stage.app.screen, HelpScreen)
         await stage.press("q")
@@ -137,10 +138,12 @@ async def test_help_closes_and_quitting_says_that_training_goes_on():
         assert stage.source.requests == [], "the keys below the help are asleep"
 
 
-@pytest.mark.parametrize("key", ["question_mark", "c"])
+@pytest.mark.parametrize("key", ["question_mark", "x", "n", "R", "c", "slash"])
 async def test_ctrl_c_leaves_from_a_dialog_too_and_says_so_to_the_caller(key: str):
-    async with staged() as stage:
-        await stage.press(key, "ctrl+c")
+    async with staged(serving=True) as stage:
+        await stage.press(key)
+        assert len(stage.app.screen_stack) == 2
+        await stage.press("ctrl+c")
         assert stage.app.return_value is True
         assert stage.source.requests == []
 
@@ -188,7 +191,7 @@ async def test_peers_come_and_go_and_their_names_are_shown_and_not_obeyed():
         assert "[red]x[/]" in stage.text("#peers")
         assert "[bold]job[/bold]" in stage.text("#training")
         assert "▲ 3 malformed" in stage.text("#header")
-        await stage.press("c", "y")
+        await stage.press("x", "y", "enter")
         assert any("[bold]job[/bold]" in notice for notice in stage.notices())
 
 
@@ -229,8 +232,13 @@ async def test_empty_panels_say_what_to_do():
             ("#training", "no steps yet"),
         ):
             assert told in stage.text(selector)
-        await stage.press("p", "c")
+        await stage.press("p", "x")
         assert all("no job" in notice for notice in stage.notices())
+        await stage.press("R", "c")
+        assert [notice.split(":")[0] for notice in stage.notices()[2:]] == [
+            "There is no checkpoint yet",
+            "No model is served yet",
+        ]
         assert stage.source.requests == []
         await stage.press("5")
         assert how_to_join("192.168.1.20:7337") in stage.text("#chains")
@@ -314,12 +322,114 @@ async def test_the_keys_ask_the_seed_about_the_job_in_view():
 
 async def test_cancel_asks_first():
     async with staged() as stage:
-        for keys, cancelled in ((["n"], 0), (["enter"], 0), (["y"], 1), (["right", "enter"], 2)):
-            await stage.press("c")
-            assert isinstance(stage.app.screen, ConfirmScreen)
+        for keys, cancelled in ((["escape"], 0), (["n", "enter"], 0), (["y", "enter"], 1), (["up", "enter"], 2)):
+            await stage.press("x")
+            assert isinstance(stage.app.screen, PromptScreen)
+            await stage.press("enter")
+            assert isinstance(stage.app.screen, PromptScreen), "nothing is chosen at first"
             await stage.press(*keys)
-            assert not isinstance(stage.app.screen, ConfirmScreen)
+            assert not isinstance(stage.app.screen, PromptScreen)
             assert stage.source.requests == [("jobs.cancel", {"job": job}) for job in ("j1", "j2")][:cancelled]
+
+
+async def test_a_cancelled_job_is_the_one_that_was_asked_about():
+    async with staged() as stage:
+        store = stage.source.store
+        await stage.press("x")
+        done = [store.jobs["j1"].to_map() | {"state": "done"}, store.jobs["j2"].to_map() | {"state": "running"}]
+        store.apply("jobs", done, 0.0)
+        await stage.press("y", "enter")
+        assert stage.source.requests == [("jobs.cancel", {"job": "j1"})]
+
+
+async def test_a_new_job_is_created_from_a_profile_or_a_file_and_a_mistake_can_be_mended():
+    async with staged() as stage:
+        await stage.press("n", "enter", "T", "i", "enter")
+        await stage.press("n", "down", "down", "enter")
+        await stage.press("n")
+        await stage.pilot.press(*"tiny", "space", *"speed", "equals_sign", "9")
+        await stage.press("enter")
+        assert stage.notices()[-1].startswith("Cannot create tiny: --set speed=9: unknown key speed\nthe tables")
+        assert isinstance(stage.app.screen, PromptScreen)
+        await stage.press(*["backspace"] * 11, *"a", "full_stop", *"toml", "enter")
+        assert stage.source.requests == [
+            ("tiny", {"text": "Ti"}),
+            ("small", {"text": ""}),
+            ("tiny", {"text": "tiny speed=9"}),
+            ("", {"text": "ta.toml"}),
+        ]
+        assert not isinstance(stage.app.screen, PromptScreen)
+
+
+async def test_a_job_is_restored_from_the_chosen_checkpoint():
+    async with staged() as stage:
+        await stage.press("R", "enter")
+        assert isinstance(stage.app.screen, PromptScreen), "nothing is chosen at first"
+        await stage.press(*"400", "enter")
+        assert stage.source.requests == [("checkpoints.restore", {"id": "j1@400@peer0"})]
+        assert stage.notices() == ["stdlib-30m: goes back to the checkpoint"]
+        stage.source.lose()
+        await stage.press("R", "down", "enter")
+        assert stage.notices()[-1].startswith("Cannot restore stdlib-30m: there is no connection")
+
+
+async def test_the_filter_shows_only_matching_rows_and_acts_on_nothing_else():
+    async with staged(WIDE) as stage:
+        await stage.press("slash", *"TL")
+        assert "Peers · 1 of 6 with TL" in stage.text("#peers"), "while it is typed"
+        await stage.press("backspace", "backspace", *"400", "enter")
+        assert "Checkpoints · 1 of 3 with 400" in stage.text("#checkpoints")
+        assert "no row has 400" in stage.text("#peers")
+        assert stage.app.job.id == "j1"
+        await stage.press("slash", *["backspace"] * 3, *"hello", "enter")
+        assert "Jobs · 1 of 3 with hello" in stage.text("#jobs")
+        assert stage.app.query_one("#jobs-table").key_at_cursor == "", "not on a job that the keys do not act on"
+        await stage.press("3", "down")
+        assert stage.app.job.id == "j0"
+        await stage.press("escape")
+        assert "Jobs · 3" in stage.text("#jobs")
+        await stage.press("slash", *"x", "escape")
+        assert "Jobs · 3" in stage.text("#jobs")
+
+
+async def test_a_chat_shows_the_answer_as_it_comes_and_escape_stops_it_and_then_leaves():
+    async with staged(serving=True) as stage:
+        pieces = stage.source.pieces
+        await stage.press("c", *"why", "enter")
+        pieces.put_nowait(" Because\x1b")
+        await stage.settle()
+        assert "Because�" in chat_of(stage)
+        await stage.press(*"and", "enter")
+        assert len(stage.source.asked) == 1, "one at a time"
+        await stage.press("escape")
+        assert "Because� (stopped)" in chat_of(stage)
+        pieces.put_nowait("Then.")
+        pieces.put_nowait("")
+        await stage.press("enter")
+        assert "Then." in chat_of(stage)
+        pieces.put_nowait(UserError("no verifier is called vera", remedy="there is nobody"))
+        await stage.press(*"so", "enter")
+        assert "✗ no verifier is called vera; there is nobody" in chat_of(stage)
+        await stage.press("escape")
+        assert not isinstance(stage.app.screen, ChatScreen)
+        first = [{"role": "user", "content": "why"}]
+        second = [*first, {"role": "assistant", "content": "Because\x1b"}, {"role": "user", "content": "and"}]
+        third = [*second, {"role": "assistant", "content": "Then."}, {"role": "user", "content": "so"}]
+        assert [turns for _, turns in stage.source.asked] == [first, second, third]
+
+
+async def test_a_chat_is_with_the_chosen_one_of_several_models():
+    async with staged(serving=True) as stage:
+        other = {"id": "v2/m2", "peer": "v2", "name": "vito", "model": "m2"}
+        store = stage.source.store
+        store.apply("serving", [store.serving["verifier/code-400m"].to_map() | other], 0.0)
+        await stage.press("c", *"m2", "enter")
+        await stage.press(*"why", "enter")
+        assert [chosen for chosen, _ in stage.source.asked] == [("m2", "v2")]
+
+
+def chat_of(stage: Stage) -> str:
+    return "\n".join(strip.text for strip in stage.app.screen._compositor.render_strips())
 
 
 async def test_the_cursor_in_jobs_chooses_the_job_in_view_and_a_refusal_is_shown_with_its_remedy():
@@ -373,8 +483,8 @@ async def test_a_lost_seed_is_told_once_refuses_commands_and_is_live_again():
             "The seed was lost: the seed at 192.168.1.20:7337 closed the connection\n"
             "start it again with p2ptrain seed; training goes on without it"
         ]
-        await stage.press("p", "c")
-        assert not isinstance(stage.app.screen, ConfirmScreen)
+        await stage.press("p", "x")
+        assert not isinstance(stage.app.screen, PromptScreen)
         assert sum("there is no connection" in notice for notice in stage.notices()) == 2
         stage.source.connect()
         await stage.settle()
