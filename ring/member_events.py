@@ -156,7 +156,7 @@ class DigestsGathered(Declared):
 
 
 class Heal(Declared):
-    """Fetch the state of ``view.step`` from ``view.sources()``. ``torn``: the state in memory cannot be reused."""
+    """Fetch the state of ``view.step`` from the healthy members. ``torn``: the state in memory cannot be reused."""
 
     ticket: int
     view: View

@@ -100,10 +100,6 @@ class View(ViewAnnounced):
     def left_of(self, rank: int) -> MemberRecord:
         return self.members[(rank - 1) % self.size]
 
-    def sources(self) -> tuple[MemberRecord, ...]:
-        """The members that hold the state with which the view begins."""
-        return tuple(member for member in self.members if member.healthy)
-
 
 def shares(micro_batches: int, members: int) -> list[tuple[int, int]]:
     """Cut ``range(micro_batches)`` into equal (first, count) runs. The first members take the remainder, one each."""

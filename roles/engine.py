@@ -264,7 +264,6 @@ class StageEngine(Protocol):
         free_positions: positions in blocks that no session has. Some may be remembered for sessions that begin alike.
     """
 
-    spec: PartSpec
     width: int
     vocab_size: int
     encoding: str

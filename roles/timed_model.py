@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from p2ptrain.core.errors import P2PTrainError, ProtocolError, UserError
-from p2ptrain.core.serving import PartSpec, Pass, Ran, Sampling
+from p2ptrain.core.serving import Pass, Ran, Sampling
 
 KIND = "timed"
 VOCAB, CONTEXT = 256, 1 << 16
@@ -40,11 +40,10 @@ def write_timed_model(directory: Path, pass_s: float, *, alpha: float = 1.0) -> 
 def load_timed_model(directory: Path) -> TimedModel | None:
     """The timed model in a directory; None if the directory has another kind of model."""
     try:
-        config = (directory / "config.json").read_text("utf-8")
-        values = json.loads(config)
+        values = json.loads((directory / "config.json").read_text("utf-8"))
         if values.get("model_type") != KIND:
             return None
-        return TimedModel(config, float(values["pass_s"]), float(values["alpha"]))
+        return TimedModel(float(values["pass_s"]), float(values["alpha"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return None  # the loader of other models reports the problem
 
@@ -76,8 +75,7 @@ class TimedModel:
     weights_bytes, cache_position_bytes, context = 4, 8, CONTEXT
     is_batched = True
 
-    def __init__(self, config: str, pass_s: float, alpha: float) -> None:
-        self.spec = PartSpec(config, 0, 1, 1)
+    def __init__(self, pass_s: float, alpha: float) -> None:
         self._pass_s = pass_s
         self._states: dict[str, list[int]] = {}  # session → hash before the first position, then after each position
         right = round(alpha * PERIOD)

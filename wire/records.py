@@ -221,9 +221,9 @@ class JobInfo(Record):
         ]
         return min(known)[2] if known else None
 
-    def suspects(self, most: int = 8) -> list[MemberScore]:
+    def suspects(self) -> list[MemberScore]:
         """The members whose vectors a robust rule trusts least: the farthest first, then the most often left out."""
-        return sorted(self.scores, key=lambda score: (-(score.distance or 0), -score.excluded))[:most]
+        return sorted(self.scores, key=lambda score: (-(score.distance or 0), -score.excluded))[:8]
 
 
 class MetricRow(Record):

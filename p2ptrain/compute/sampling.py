@@ -54,18 +54,11 @@ class WindowSampler:
     """The order of the samples of one run.
 
     Attributes:
-        windows: number of training windows, N.
-        micro_batches: in a global batch, M. sequences: in a micro-batch, B. Only ``sample`` needs them.
+        windows: number of training windows.
     """
 
     windows: int
     seed: int
-    micro_batches: int = 1
-    sequences: int = 1
-
-    def sample(self, step: int, micro_batch: int) -> Indices:
-        """Window numbers of one micro-batch, shape (B,)."""
-        return self.numbered((step * self.micro_batches + micro_batch) * self.sequences, self.sequences)
 
     def numbered(self, first: int, count: int) -> Indices:
         """Window numbers of samples ``range(first, first + count)`` of the run, shape (count,)."""

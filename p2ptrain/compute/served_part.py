@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
@@ -98,8 +98,7 @@ def _load_unsplit(spec: PartSpec, directory: Path, on_bytes: OnBytes) -> ServedP
     loaded, dtype = load_module(directory, device, spec.dtype, spec.weights)
     model = WholeModel(loaded)
     on_bytes(model.weights_bytes, model.weights_bytes)
-    layers = len(model.part)
-    return ServedPart(replace(spec, stop=layers, layers=layers), model, DTYPES[dtype], device)
+    return ServedPart(model, DTYPES[dtype], device)
 
 
 def load_module(directory: Path, device: ComputeDevice, wanted: str = "", weights: str = "") -> tuple[Any, str]:
@@ -182,7 +181,7 @@ class ServedPartBuilder(PartAssembly):
     def __init__(self, spec: PartSpec, names: Collection[str]) -> None:
         config, part = config_of(spec.config), LayerRange(spec.start, spec.stop, spec.layers)
         self._batches = check_splits(config)
-        self._spec, self._compute_device = spec, pick_device(spec.device)
+        self._compute_device = pick_device(spec.device)
         dtype = choose_dtype(config, spec.dtype)
         place = self._compute_device.torch_device
         super().__init__(config, part, names, dtype=dtype, device=place, weights=spec.weights)
@@ -195,7 +194,7 @@ class ServedPartBuilder(PartAssembly):
 
     def finish(self) -> ServedPart:
         """Return the part. Raises ``ConfigError`` if a tensor is missing."""
-        return ServedPart(self._spec, self.build_model(), self._dtype, self._compute_device, batches=self._batches)
+        return ServedPart(self.build_model(), self._dtype, self._compute_device, batches=self._batches)
 
 
 # ------------------------------------------------------------------------------------------------------------- sessions
@@ -248,15 +247,8 @@ class ServedPart:
     """
 
     def __init__(
-        self,
-        spec: PartSpec,
-        model: PartModel | WholeModel,
-        dtype: torch.dtype,
-        device: ComputeDevice,
-        *,
-        batches: bool = False,
+        self, model: PartModel | WholeModel, dtype: torch.dtype, device: ComputeDevice, *, batches: bool = False
     ) -> None:
-        self.spec = spec
         self.width, self.vocab_size = model.width, model.vocab_size
         self.encoding = _encoding_of(dtype)
         self.weights_bytes = model.weights_bytes

@@ -139,11 +139,10 @@ class OfferedPart(Record):
 
 
 class Offer(Record):
-    """The answer to ``part.offer``. ``memory_bytes``: ``limit_bytes`` less the parts in use or being
-    loaded; idle parts count as free."""
+    """The answer to ``part.offer``. ``memory_bytes``: its limit less the parts in use or being loaded;
+    idle parts count as free."""
 
     memory_bytes: Count
-    limit_bytes: Count
     stream_bps: Annotated[float, Bound(1.0, 1e18)]
     device: Annotated[str, Bound(0, 80)]
     parts: Annotated[list[OfferedPart], Bound(0, 64)]

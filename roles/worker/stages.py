@@ -237,7 +237,6 @@ class Stages:
             self._stream_bps = await self._context.compute.run(self._holding.stream_bps)
         return {
             "memory_bytes": self.cache.free_bytes,
-            "limit_bytes": self.cache.limit_bytes,
             "stream_bps": self._stream_bps,
             "device": self._shown,
             "parts": [

@@ -346,7 +346,7 @@ def test_the_loss_and_its_gradient_are_the_mean_over_all_targets_however_a_step_
     corpus = trainer.batches.corpus
     assert len(everything(corpus)) == len(ONE_EACH)
     model = build_model(MODEL, 256, seed=3)
-    windows = corpus.training[WindowSampler(len(corpus.training), 3, 1, 8).sample(0, 0)]
+    windows = corpus.training[WindowSampler(len(corpus.training), 3).numbered(0, 8)]
     found = [summed_losses(model, ONE_EACH[window]) for window in windows]
     assert len({number for _, number in found}) > 3
     mean = torch.stack([total for total, _ in found]).sum() / sum(number for _, number in found)
@@ -380,7 +380,7 @@ def test_members_with_private_text_learn_the_mean_over_the_targets_of_all(tmp_pa
         trainer.finish_gradients()
         total += trainer.reduce_buffer
         corpus = trainer.batches.corpus
-        order = WindowSampler(len(corpus.training), 3, 1, 2 * count).sample(0, 0)
+        order = WindowSampler(len(corpus.training), 3).numbered(0, 2 * count)
         for window in corpus.training[order]:
             part, number = summed_losses(model, text[window])
             nats, targets = nats + part, targets + number

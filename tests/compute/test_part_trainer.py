@@ -44,8 +44,9 @@ CASES = [("llama-tied", 3, BOUNDS), ("llama", 1, BOUNDS[2:])] + [
 def backward(whole: Any, text: Path, micro_batches: int, step: int) -> float:
     """Gradients of ``transformers``' own model by plain autograd. Returns its loss of the step's whole batch."""
     corpus = load_corpus(DataSpec(path=str(text), sequence_tokens=16), Tokenizer.of_bytes())
-    sampler = WindowSampler(len(corpus.training), 3, micro_batches, 2)
-    windows = [corpus.window_tokens(corpus.training[sampler.sample(step, index)]) for index in range(micro_batches)]
+    sampler = WindowSampler(len(corpus.training), 3)
+    samples = [sampler.numbered(2 * (step * micro_batches + index), 2) for index in range(micro_batches)]
+    windows = [corpus.window_tokens(corpus.training[sample]) for sample in samples]
     tokens = torch.from_numpy(np.concatenate(windows))
     loss = whole(input_ids=tokens, labels=tokens).loss
     loss.backward()

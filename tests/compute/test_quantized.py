@@ -171,7 +171,7 @@ def test_files_that_are_quantized_already_are_taken_over(
             expected = ((groups / scale).round() * scale).flatten(1)
             assert torch.equal(layer._restored(), expected)
     assert Client(parts, "s", GREEDY).say(prompt(8), 8) == Client([whole], "s", GREEDY).say(prompt(8), 8)
-    assert whole.weights_bytes == layer_sizes(config_of(whole.spec.config)).weights_bytes(0, 6)
+    assert whole.weights_bytes == layer_sizes(config_of((tmp_path / "config.json").read_text())).weights_bytes(0, 6)
     with pytest.raises(ConfigError, match=f"files are quantized to {weights}"):
         load_whole(tmp_path, weights="int8" if weights == "int4" else "int4")
 

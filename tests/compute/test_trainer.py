@@ -99,8 +99,8 @@ def test_a_trainer_is_freed_with_its_last_reference(make_trainer: MakeTrainer) -
 def _batch_tokens(text_file: Path, step: int, indices: list[int]) -> torch.Tensor:
     """The windows of micro-batches, cut by this test itself from the text."""
     corpus = load_corpus(DataSpec(path=str(text_file), sequence_tokens=16), Tokenizer.of_bytes())
-    sampler = WindowSampler(len(corpus.training), 3, 4, 2)
-    windows = np.concatenate([corpus.training[sampler.sample(step, index)] for index in indices])
+    sampler = WindowSampler(len(corpus.training), 3)
+    windows = np.concatenate([corpus.training[sampler.numbered(2 * (4 * step + index), 2)] for index in indices])
     text = text_file.read_bytes() + b"\n"
     return torch.tensor([list(text[window * 16 : window * 16 + 17]) for window in windows])
 

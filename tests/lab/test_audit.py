@@ -153,12 +153,6 @@ def test_an_order_that_repeats_a_sample_is_found() -> None:
     assert (fault.kind, "twice in epoch 1" in fault.text) == ("samples", True)
 
 
-def test_the_order_of_an_audit_is_that_of_training() -> None:
-    sampler = WindowSampler(windows=37, seed=5, micro_batches=4, sequences=2)
-    trained = np.concatenate([sampler.sample(step, micro) for step in range(11) for micro in range(4)])
-    assert (sampler.numbered(0, 88) == trained).all()
-
-
 # ---------------------------------------------------------------------------------------------------------- recoveries
 
 

@@ -82,7 +82,7 @@ def plain_chat_losses(wanted: Profile) -> tuple[list[float], float]:
     model = initial_model(wanted)
     spec = wanted.data.model_copy(update={"format": "chat", "validation_fraction": 0.3})
     corpus = load_corpus(spec, Tokenizer.of_bytes())
-    sampler = WindowSampler(len(corpus.training), wanted.job.seed, 1, MICRO_BATCHES * SEQUENCES)
+    sampler = WindowSampler(len(corpus.training), wanted.job.seed)
     options, losses, counts = wanted.optimizer, [], set()
     least = options.min_lr_ratio
     adamw = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
@@ -100,8 +100,9 @@ def plain_chat_losses(wanted: Profile) -> tuple[list[float], float]:
             number += int((targets != NO_TARGET).sum())
         return torch.stack(nats).sum() / number, number
 
+    batch = MICRO_BATCHES * SEQUENCES
     for step in range(CHAT_STEPS):
-        loss, number = mean_loss(corpus.training[sampler.sample(step, 0)])
+        loss, number = mean_loss(corpus.training[sampler.numbered(step * batch, batch)])
         adamw.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)

@@ -89,7 +89,7 @@ def replayed(profile: Profile, log: list[list[Accepted]]) -> torch.nn.Module:
     """Train a plain model by the log: each gradient at the weights of its base, weighted, then one step."""
     model, options, buffer = initial_model(profile), profile.optimizer, profile.server.buffer
     corpus = load_corpus(profile.data, Tokenizer.of_bytes())
-    sampler = WindowSampler(len(corpus.training), profile.job.seed, MICRO_BATCHES, SEQUENCES)
+    sampler = WindowSampler(len(corpus.training), profile.job.seed)
     parameters, share, decay = list(model.parameters()), MICRO_BATCHES // buffer, options.weight_decay
     matrices = [(name, it) for name, it in model.named_parameters() if it.ndim >= 2]
     hidden = [it for name, it in matrices if profile.optimizer.name == "muon" and ".layers." in name]
@@ -108,7 +108,8 @@ def replayed(profile: Profile, log: list[list[Accepted]]) -> torch.nn.Module:
         model.zero_grad()
         for index in range(number * share, (number + 1) * share):
             step = index // MICRO_BATCHES
-            batches = [corpus.batch(corpus.training[sampler.sample(step, place)]) for place in range(MICRO_BATCHES)]
+            firsts = [(step * MICRO_BATCHES + place) * SEQUENCES for place in range(MICRO_BATCHES)]
+            batches = [corpus.batch(corpus.training[sampler.numbered(first, SEQUENCES)]) for first in firsts]
             number = sum(int((batch.targets != NO_TARGET).sum()) for batch in batches)
             batch = batches[index % MICRO_BATCHES]
             logits_btv = model(torch.from_numpy(batch.inputs)).logits  # a conversation fills its window

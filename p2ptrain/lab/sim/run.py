@@ -61,7 +61,6 @@ class SimulationResult:
     text: str
     checks: dict[str, int]
     virtual_s: float
-    real_s: float
     steps: int
     fingerprint: str
     timeline: list[tuple[float, str]] = field(repr=False)
@@ -121,7 +120,6 @@ def run_schedule(
     """
     kinds = kinds or list(KINDS if stages == 1 else KINDS | KINDS_OF_PARTS)
     profile, expected = _prepared(number % 4, steps, stages, strategy, rule)
-    began = time.perf_counter()
     rng = random.Random(f"schedule {number}")  # noqa: S311
     if stages > 1:
         peers = peers or stages * rng.choice((1, 2, 2, 3)) + rng.choice((0, 0, 1, 2))
@@ -149,7 +147,6 @@ def run_schedule(
         text,
         simulation.observer.report.checks,
         loop.time(),
-        time.perf_counter() - began,
         simulation.observer.commits,
         fingerprint,
         timeline,
