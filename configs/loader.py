@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 from configs.schema import Conflict, Profile, fields, tables
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.plugins import NAME
-from p2ptrain.core.texts import shortened
+from p2ptrain.core.texts import did_you_mean, shortened
 
 PROFILES_DIR = Path(__file__).parent / "profiles"
 ENVIRONMENT_PREFIX = "P2PTRAIN__"
@@ -327,8 +327,7 @@ def complaint(details: Mapping[str, Any]) -> str:
 
 
 def _remedy(text: str, names: Mapping[str, object], listed: str) -> str:
-    near = difflib.get_close_matches(shortened(text, 100), names, n=1)
-    return (f"did you mean {near[0]}? " if near else "") + f"{listed}: " + ", ".join(names)
+    return f"{did_you_mean(text, names)}{listed}: {', '.join(names)}"
 
 
 def _shown(value: object) -> str:

@@ -6,7 +6,6 @@ A profile defines a job but not where it runs. Every member of a job gets the sa
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import textwrap
@@ -21,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from p2ptrain.core import plugins
 from p2ptrain.core.errors import ProtocolError
+from p2ptrain.core.texts import did_you_mean
 
 LinkPresetName = Literal[
     "", "lan", "wifi", "metro", "wan", "transcontinental", "satellite", "lossy", "good", "cellular", "degraded",
@@ -576,9 +576,9 @@ class Profile(Table):
             for name in set(value if isinstance(value, list) else [value]).difference(built_in):
                 package = self.plugins.package_of(name)
                 if (package or built_in) and not re.fullmatch(plugins.PACKAGE, package):
-                    near = "".join(f"did you mean {each}? " for each in difflib.get_close_matches(name, built_in, n=1))
-                    remedy = f"{near}built in are {', '.join(built_in) or 'those of transformers'}; for a plugin say "
-                    remedy += f"its package, such as plugins.{name}.package = 'mine' or 'mine==1.2'"
+                    remedy = did_you_mean(name, built_in)
+                    remedy += f"built in are {', '.join(built_in) or 'those of transformers'}; for a plugin say its "
+                    remedy += f"package, such as plugins.{name}.package = 'mine' or 'mine==1.2'"
                     raise _conflict(self, key, why=f"{name!r} is not known", remedy=remedy)
                 found |= {f"{kind}:{name}": package} if package and kind != "trackers" else {}
         return found

@@ -6,9 +6,8 @@ a fraction of a second.
 
 from __future__ import annotations
 
-import difflib
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar
@@ -18,6 +17,7 @@ from typer.core import TyperGroup
 
 import p2ptrain
 from p2ptrain.core.errors import UserError
+from p2ptrain.core.texts import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +50,13 @@ class Group(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         names = self.list_commands(ctx)
         if not args[0].startswith("-") and args[0] not in names and not ctx.resilient_parsing:
-            near = difflib.get_close_matches(args[0], names, n=1)
-            raise no_such("command", args[0], near, ctx.command_path)
+            raise no_such("command", args[0], names, ctx.command_path)
         return super().resolve_command(ctx, args)
 
 
-def no_such(kind: str, name: str, near: Sequence[str], path: str) -> UserError:
-    """The error for an unknown command or option. ``near``: similar names, to suggest."""
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    return UserError(f"no such {kind}: {name}", remedy=f"{hint}`{path} --help` lists the {kind}s")
+def no_such(kind: str, name: str, names: Iterable[str], path: str) -> UserError:
+    """The error for an unknown command or option. ``names``: those that there are."""
+    return UserError(f"no such {kind}: {name}", remedy=f"{did_you_mean(name, names)}`{path} --help` lists the {kind}s")
 
 
 def new_typer(**settings: Any) -> typer.Typer:

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -119,13 +119,17 @@ def size_of(text: str, option: str = "") -> int:
 
 def check_one_of(option: str, value: str, values: Sequence[str], more: str = "") -> None:
     """Raises ``UserError`` if an option's value is not one of ``values``. ``more`` ends its remedy."""
+    if value not in values:
+        remedy = f"{did_you_mean(value, values)}use {', '.join(values)}{more}"
+        raise UserError(f"{option} {value} is not a valid value", remedy=remedy)
+
+
+def did_you_mean(text: str, names: Iterable[str]) -> str:
+    """The beginning of a remedy: the most similar of some names, and a space; empty if none is similar."""
     import difflib
 
-    if value in values:
-        return
-    near = difflib.get_close_matches(value, values, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise UserError(f"{option} {value} is not a valid value", remedy=f"{hint}use {', '.join(values)}{more}")
+    near = difflib.get_close_matches(shortened(text, 100), names, n=1)
+    return f"did you mean {near[0]}? " if near else ""
 
 
 def install_command(extra: str, *others: str) -> str:

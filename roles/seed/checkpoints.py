@@ -13,12 +13,13 @@ from dataclasses import replace
 from typing import Any
 
 from p2ptrain.core.errors import P2PTrainError, Refused
+from p2ptrain.core.texts import did_you_mean
 from p2ptrain.core.world import Clock
 from ring.coordination import CheckpointsSaved
 from ring.token import is_lineage
 from ring.view import View
 from roles.seed.events import Announcements
-from roles.seed.peers import ConnectedPeer, PeerTable, clip, did_you_mean
+from roles.seed.peers import ConnectedPeer, PeerTable, clip
 from roles.seed.store import CheckpointChange, Records, SeedStore
 from wire.job_messages import CheckpointSaved
 from wire.records import CheckpointInfo
@@ -115,8 +116,8 @@ class CheckpointCatalogue:
         found = self.known.get(checkpoint_id)
         if found is None:
             hint = did_you_mean(checkpoint_id, self.known)
-            text = f"there is no checkpoint {clip(checkpoint_id, 120)!r}{hint}"
-            raise Refused("unknown-checkpoint", text, remedy="see p2ptrain checkpoints list")
+            text = f"there is no checkpoint {clip(checkpoint_id, 120)!r}"
+            raise Refused("unknown-checkpoint", text, remedy=f"{hint}see p2ptrain checkpoints list")
         return found
 
     def find_newest(self, job: str) -> CheckpointInfo:

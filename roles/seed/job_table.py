@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 
 from p2ptrain.core.errors import Refused
+from p2ptrain.core.texts import did_you_mean
 from ring import coordination as co
 from roles.background import start_in
 from roles.seed.checkpoints import checkpoint_id, checkpoints_event
 from roles.seed.job_history import StoredHistory, read_history
 from roles.seed.jobs import JobController, JobPorts
-from roles.seed.peers import ConnectedPeer, clip, did_you_mean
+from roles.seed.peers import ConnectedPeer, clip
 from roles.seed.store import JobRecord, Records
 from wire.job_messages import Release
 from wire.records import JobInfo
@@ -73,7 +74,7 @@ class JobTable:
             ids = ", ".join(controller.id for controller in begun[:4])
             raise Refused("ambiguous", f"several jobs begin with {text!r}: {ids}", remedy="give more of the id")
         hint = did_you_mean(text, [*self.controllers, *(controller.record.name for controller in controllers)])
-        raise Refused("unknown-job", f"there is no job {clip(text, 80)!r}{hint}", remedy="see p2ptrain jobs list")
+        raise Refused("unknown-job", f"there is no job {clip(text, 80)!r}", remedy=f"{hint}see p2ptrain jobs list")
 
     def trained_by(self, peer: ConnectedPeer, job: str) -> JobController | None:
         """The job, if it is the worker's present or last one. Reports stored without a connection arrive late."""

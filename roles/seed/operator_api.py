@@ -14,6 +14,7 @@ from itertools import combinations
 from typing import Any
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, Refused
+from p2ptrain.core.texts import did_you_mean
 from ring.planning.measurements import known_link
 from roles.background import Background
 from roles.seed import events
@@ -23,7 +24,7 @@ from roles.seed.job_table import JobTable
 from roles.seed.jobs import JobController, JobPorts
 from roles.seed.links import Survey
 from roles.seed.overview import Overview
-from roles.seed.peers import NAME_CHARS, ConnectedPeer, clip, did_you_mean
+from roles.seed.peers import NAME_CHARS, ConnectedPeer, clip
 from roles.seed.pool import Pool, WorkersWanted
 from roles.seed.store import RECOVERIES_KEPT, Records
 from wire.client import answer_request
@@ -119,8 +120,8 @@ class OperatorApi:
     async def _result(self, request: Request, connection: Connection | None) -> Result:
         method = self._methods.get(request.method)
         if method is None:
-            hint = did_you_mean(request.method, self._methods)
-            raise Refused("unknown-method", f"there is no request {clip(request.method, 80)!r}{hint}")
+            problem = f"there is no request {clip(request.method, 80)!r}"
+            raise Refused("unknown-method", problem, remedy=did_you_mean(request.method, self._methods).rstrip())
         return await method(request.params, connection)
 
 
@@ -240,7 +241,7 @@ class ClusterRequests:
             ids = ", ".join(peer_id for peer_id, _ in named[:4])
             raise Refused("ambiguous", f"{len(named)} peers are called {text!r}: {ids}", remedy="give the id")
         hint = did_you_mean(text, [*infos, *infos.values()])
-        raise Refused("unknown-peer", f"there is no peer {clip(text, 80)!r}{hint}", remedy="see p2ptrain peers list")
+        raise Refused("unknown-peer", f"there is no peer {clip(text, 80)!r}", remedy=f"{hint}see p2ptrain peers list")
 
     async def _tickets_revoke(self, params: Params, connection: Connection) -> Result:
         result = await self._enrolment.tickets_revoke(params, connection)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -285,12 +284,6 @@ def clip(text: str, limit_bytes: int = TEXT_BYTES) -> str:
     line = " ".join("".join(char if char.isprintable() else " " for char in text[: 4 * limit_bytes]).split())
     raw = line.encode(errors="replace")
     return raw.decode() if len(raw) <= limit_bytes else raw[: limit_bytes - 3].decode(errors="ignore") + "…"
-
-
-def did_you_mean(text: str, known: Iterable[str]) -> str:
-    """A hint for the refusal of an unknown ``text``; empty if no known one is similar."""
-    close = difflib.get_close_matches(text, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def whole(value: object, most: int = MAX_WHOLE) -> int:

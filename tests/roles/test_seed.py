@@ -417,8 +417,8 @@ async def test_a_job_that_is_not_found_or_cannot_change_so_is_refused_with_what_
         return refusal.message, refusal.remedy
 
     jobs = [await create("mine")]
-    cause = "there is no job 'min'; did you mean 'mine'?"
-    assert await told("jobs.pause", "min") == (cause, "see p2ptrain jobs list")
+    remedy = "did you mean mine? see p2ptrain jobs list"
+    assert await told("jobs.pause", "min") == ("there is no job 'min'", remedy)
     cause = "job mine is waiting and cannot be resumed: only a paused job can be"
     assert await told("jobs.resume", "mine") == (cause, "see p2ptrain jobs show")
     while len({job[0] for job in jobs}) == len(jobs):  # of 17 hexadecimal ids two begin alike
