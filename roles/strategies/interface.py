@@ -12,7 +12,6 @@ import numpy.typing as npt
 from p2ptrain.core.training import OnFinal
 from ring.chain import Chain
 from ring.codecs import Codec
-from ring.direct import DirectMessages
 from ring.links import Topology
 from ring.session import RingSession
 from ring.view import View
@@ -142,9 +141,6 @@ class ConnectPeers(Protocol):
 
     async def chain(self, view: View, order: Sequence[str], *, activation_bytes: int, gradient_bytes: int) -> Chain:
         """See ``Chain.form``."""
-
-    def direct(self, session: RingSession) -> DirectMessages:
-        """Messages between any two members of the ring of ``session``, until it ends."""
 
 
 Progress = Callable[[], None]
