@@ -205,14 +205,10 @@ class Pipeline(Table):
     """Parts of the model: each worker holds one of them. 0: not split."""
     cuts: list[Annotated[int, Field(ge=1, le=1023)]] = Field(default=[], max_length=255)
     """First layers of the second and each later part; empty: chosen by memory, speed and links."""
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    """Order of forward and backward passes: '1f1b' holds few micro-batches in memory, 'gpipe' all."""
     activations: Literal["fp32", "bf16", "fp16", "int8"] = "fp32"
     """Encoding of hidden states between parts; their gradients use fp32 with fp32, else bf16."""
     recompute: bool = False
     """Compute the hidden states of a part again in its backward pass, rather than keep them."""
-    max_in_flight: int = Field(default=0, ge=0, le=65536)
-    """Most micro-batches that a part holds at a time; 0: set by the schedule."""
 
 
 class Sharded(Table):
@@ -550,7 +546,11 @@ class Profile(Table):
     @model_validator(mode="before")
     @classmethod
     def _read_older(cls, tables: Any, info: ValidationInfo) -> Any:
-        """Of stored jobs, ``server.optimizer`` is an older name of ``optimizer.name``, for strategy 'server' only."""
+        """Of stored jobs, ``server.optimizer`` is an older name of ``optimizer.name``, for strategy 'server' only. The
+        schedule of a pipeline and its most micro-batches in flight, which changed no bit, are no longer set."""
+        match info.mode, tables:
+            case "json", {"pipeline": {"schedule": _, "max_in_flight": _, **rest}, **others}:
+                tables = {"pipeline": rest, **others}
         match info.mode, tables:
             case "json", {"server": {"optimizer": old, **rest}, "job": {"strategy": kind}, "optimizer": {**optimizer}}:
                 name = {"name": "sgd"} if (old, kind) == ("sgd", "server") else {}

@@ -34,10 +34,8 @@ def of_profile(profile: Profile, known: ModelShape, cuts: Sequence[int] = ()) ->
         tokens=batch.micro_batch_sequences * data.sequence_tokens * (2 if data.format == "preference" else 1),
         sequence_tokens=data.sequence_tokens,
         micro_batches=batch.micro_batches,
-        schedule=split.schedule,
         activations=split.activations,
         recompute=split.recompute,
-        max_in_flight=split.max_in_flight,
         cuts=tuple(cuts or split.cuts),
         # A layer of n weights, about square, has adapters of 2 rank n / width.
         trained=min(1.0, 2 * profile.lora.rank / known.width) if profile.lora.rank else 1.0,

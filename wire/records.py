@@ -369,7 +369,6 @@ class TrainingPlanInfo(Record):
     stages: Count
     replicas: Count
     micro_batches: Count
-    schedule: str
     bubble: Amount | None = None
     efficiency: Amount | None = None
     step_s: Amount | None = None

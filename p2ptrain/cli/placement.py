@@ -195,7 +195,7 @@ def print_training_plan(info: TrainingPlanInfo, stages: list[StagePlanInfo]) -> 
 
 
 def describe_prediction(info: TrainingPlanInfo) -> list[str]:
-    replicas = f"{info.replicas} replica{'s' * (info.replicas != 1)} of {info.stages} stages, {info.schedule}"
+    replicas = f"{info.replicas} replica{'s' * (info.replicas != 1)} of {info.stages} stages"
     if info.step_s is None or info.bubble is None:
         lines = [f"{replicas}: no worker has reported its speed, so nothing is predicted"]
     else:

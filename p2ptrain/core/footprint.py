@@ -28,7 +28,6 @@ BASE_COPIES = {"fp32": 1.0, "bf16": 0.5, "nf4": 0.14}
 GATHERED = 5
 """Arrays of the size of the largest unit that FSDP2 holds at a time: gathered, in use, gathered in advance, its
 gradient, and that for the members."""
-GPIPE = "gpipe"
 
 
 def memory_left_bytes() -> int | None:
@@ -51,12 +50,6 @@ def layers_kept_bytes(
     """
     layer_bytes, input_bytes = 4 * tokens * (16 * width + 3 * inner), 4 * tokens * width
     return (layers * layer_bytes if layers_kept else layers * input_bytes + layer_bytes) + 12 * tokens * vocab
-
-
-def least_in_flight(schedule: str, micro_batches: int, to_end: int, most: int) -> int:
-    """Micro-batches that a stage must have memory for, of those in a step. ``to_end``: stages from this one to the
-    last, including both. ``most``: configured maximum; 0: none."""
-    return min(most, micro_batches) or (micro_batches if schedule == GPIPE else min(to_end, micro_batches))
 
 
 def kept_moments(optimizer: str, hidden: float) -> float:

@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 
 from p2ptrain.core.errors import ResourceError, UserError
-from p2ptrain.core.footprint import GPIPE, part_training_bytes
+from p2ptrain.core.footprint import part_training_bytes
 from p2ptrain.core.texts import human_bytes, join_some
 from ring.planning.cuts import MOST_WORKERS, Array, ChainCosts, Score, cut_places, find_best_chain, tabulate
 from ring.planning.measurements import CandidateWorker, Links, LinkTimes
-from ring.planning.schedule import StageCosts, choose_schedule, simulate_step_s
+from ring.planning.schedule import StageCosts, plan_extended, simulate_step_s
 from ring.planning.workloads import TrainingWorkload
 from wire.records import StagePlanInfo, TrainingPlanInfo
 
@@ -184,13 +184,11 @@ def _plan_of(
     occupied_s = max([hop.occupied_s for hop in hops], default=0.0)
     pace_s = max([*computes_s, occupied_s])
     share = -(-training.micro_batches // training.replicas)
-    schedule = choose_schedule(
-        training.schedule,
+    schedule = plan_extended(
         min(share, MOST_SIMULATED),
         [hop.round_trip_s for hop in hops],
         pace_s or 1.0,
-        max_in_flight=training.max_in_flight,
-        memory_limits=[
+        max_in_flight=[
             min(training.most_in_flight(start, stop, worker) for worker in group) for group, start, stop in parts
         ],
     )
@@ -207,7 +205,6 @@ def _plan_of(
         training.stages,
         training.replicas,
         training.micro_batches,
-        training.schedule,
         spares=[candidate.name for candidate in workers if candidate not in used],
     )
     if known:
@@ -271,8 +268,6 @@ def _refusal(training: TrainingWorkload, workers: Sequence[CandidateWorker]) -> 
     do = ["start workers with more memory"]
     if not training.recompute:
         do.append("set pipeline.recompute=true")
-    if training.schedule == GPIPE:
-        do.append("set pipeline.schedule='1f1b'")
     if training.cuts:
         do.append("leave pipeline.cuts out")
     if training.tokens >= 2 * training.sequence_tokens:

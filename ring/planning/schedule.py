@@ -28,11 +28,9 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
 
-from p2ptrain.core.footprint import GPIPE
 from wire.job_messages import MAX_STAGES
 
 MAX_MICRO_BATCHES = 65_536
-ONE_F_ONE_B = "1f1b"
 MAX_SLOWDOWN = 0.01
 """Fraction of a step's time that a schedule may lose to keep fewer micro-batches in flight."""
 
@@ -106,9 +104,9 @@ class StageSchedule:
         return min(self.micro_batches, max(3, warm_up_difference + 2))
 
 
-def plan_gpipe(stages: int, micro_batches: int, max_in_flight: int = 0) -> StageSchedule:
-    """All forwards, then all backwards. A stage with ``max_in_flight`` (0: no limit) alternates from there on."""
-    return StageSchedule(micro_batches, (min(max_in_flight or micro_batches, micro_batches) - 1,) * stages)
+def plan_gpipe(stages: int, micro_batches: int) -> StageSchedule:
+    """All forwards, then all backwards."""
+    return StageSchedule(micro_batches, (micro_batches - 1,) * stages)
 
 
 def plan_forwards(stages: int, micro_batches: int) -> StageSchedule:
@@ -129,7 +127,7 @@ def plan_extended(
     Args:
         round_trips_s: for each hop, the transfer times of a micro-batch's activations and of its gradients, added up.
         period_s: time of one forward and one backward at the slowest stage; infinite if unknown.
-        max_in_flight: for each stage the most micro-batches that its memory allows, at least 1; empty: no limit. If
+        max_in_flight: for each stage the most micro-batches that its memory allows, 0: any number; empty: no limit. If
             it is too low to hide the links, the stage waits.
     """
     reversed_warm_ups = [0]
@@ -139,38 +137,9 @@ def plan_extended(
         reversed_warm_ups.append(reversed_warm_ups[-1] + math.ceil(periods))
     warm_ups, cap = [], micro_batches
     for stage, warm_up in enumerate(reversed(reversed_warm_ups)):
-        cap = min(cap, max_in_flight[stage] if max_in_flight else cap)
+        cap = min(cap, (max_in_flight[stage] if max_in_flight else 0) or cap)
         warm_ups.append(min(warm_up, cap - 1))
     return StageSchedule(micro_batches, tuple(warm_ups))
-
-
-def choose_schedule(
-    name: str,
-    micro_batches: int,
-    round_trips_s: Sequence[float],
-    period_s: float,
-    *,
-    max_in_flight: int,
-    memory_limits: Sequence[int],
-) -> StageSchedule:
-    """Plan a step with the schedule that a profile names in ``pipeline.schedule``.
-
-    Args:
-        round_trips_s, period_s: as in ``plan_extended``.
-        max_in_flight: the configured limit of every stage; 0: no limit.
-        memory_limits: for each stage, the micro-batches that its memory allows; 0: any number.
-
-    Raises:
-        ValueError: no schedule has that name.
-    """
-    if name == GPIPE:
-        return plan_gpipe(len(memory_limits), micro_batches, max_in_flight)
-    if name != ONE_F_ONE_B:
-        raise ValueError(f"no pipeline schedule is named {name!r}")
-    cap = max_in_flight or micro_batches
-    return plan_extended(
-        micro_batches, round_trips_s, period_s, max_in_flight=[min(cap, limit or cap) for limit in memory_limits]
-    )
 
 
 # ------------------------------------------------------------------------------------------------------ the ideal time

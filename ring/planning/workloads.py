@@ -15,13 +15,11 @@ from typing import Annotated
 from p2ptrain.core.activations import activation_bytes
 from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.footprint import (
-    GPIPE,
     ModelSizes,
     copies,
     in_flight_that_fit,
     kept_moments,
     layers_kept_bytes,
-    least_in_flight,
     part_training_bytes,
 )
 from ring.planning.measurements import CandidateWorker, Edges, Links
@@ -79,7 +77,7 @@ class TrainingWorkload:
     Attributes:
         tokens, sequence_tokens: of a micro-batch, and of one sequence of it.
         micro_batches: of a step, of all replicas.
-        schedule, activations, recompute, max_in_flight: see ``[pipeline]`` of a profile.
+        activations, recompute: see ``[pipeline]`` of a profile.
         cuts: if already chosen; else empty.
         trained, held: see ``core.footprint.copies``.
         optimizer, precision: their names in the profile.
@@ -91,10 +89,8 @@ class TrainingWorkload:
     tokens: int
     sequence_tokens: int
     micro_batches: int
-    schedule: str = "1f1b"
     activations: str = "fp32"
     recompute: bool = False
-    max_in_flight: int = 0
     cuts: tuple[int, ...] = ()
     trained: float = 1.0
     held: float = 0.0
@@ -122,7 +118,8 @@ class TrainingWorkload:
         return activation_bytes("fp32" if self.activations == "fp32" else "bf16", self.tokens, self.shape.width)
 
     def in_flight(self, stage: int) -> int:
-        return least_in_flight(self.schedule, self.micro_batches, self.stages - stage, self.max_in_flight)
+        """Micro-batches that a stage must have memory for: as many as there are stages from it to the last one."""
+        return min(self.stages - stage, self.micro_batches)
 
     def held_bytes(self, start: int, stop: int, *, on_host: bool) -> int:
         """Memory of the weights, gradients and moments of a stage."""
@@ -177,9 +174,8 @@ class TrainingWorkload:
 
     def passes(self, stop: int) -> int:
         """Cost of a micro-batch at the stage that ends there, in forward passes: a backward pass costs two of them. A
-        stage that recomputes makes one more; the last stage of 1F1B recomputes nothing."""
-        again = self.recompute and (stop < self.layers or self.schedule == GPIPE)
-        return 4 if again else 3
+        stage that recomputes makes one more; the last stage recomputes nothing."""
+        return 4 if self.recompute and stop < self.layers else 3
 
     def compute_s(self, start: int, stop: int, flops: float) -> float:
         """Seconds of a micro-batch at a stage: two FLOPs per weight and token, attention's own products, the head."""

@@ -38,7 +38,7 @@ def _pipeline(profile: Profile, engine: Engine, compute: ComputeThread, progress
     stage = engine.pipeline
     assert stage is not None
     ahead, tokens = profile.batch.micro_batches, engine.data.tokens_per_micro_batch
-    work = PipelinePasses(stage, compute, progress, profile.pipeline, ahead=ahead, tokens_per_micro_batch=tokens)
+    work = PipelinePasses(stage, compute, progress, ahead=ahead, tokens_per_micro_batch=tokens)
     return work, GradientSum(engine, profile.plugins), PartRings(engine, stage.tied_gradient)
 
 

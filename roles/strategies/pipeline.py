@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from configs.schema import Pipeline
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError
 from p2ptrain.core.training import OnFinal
 from p2ptrain.core.world import LoopClock
@@ -29,7 +28,7 @@ from ring.planning.schedule import (
     OperationKind,
     StageOperation,
     StageSchedule,
-    choose_schedule,
+    plan_extended,
     plan_forwards,
 )
 from ring.session import RingSession
@@ -180,13 +179,12 @@ class PipelinePasses(Work):
         engine: PipelineEngine,
         compute: ComputeThread,
         progress: Progress,
-        settings: Pipeline,
         *,
         ahead: int,
         tokens_per_micro_batch: int,
     ) -> None:
         self._engine, self._compute, self._progress = engine, compute, progress
-        self._settings, self._ahead, self._tokens = settings, ahead, tokens_per_micro_batch
+        self._ahead, self._tokens = ahead, tokens_per_micro_batch
         self._chain: Chain | None = None
         self._figures: list[tuple[float, int]] = []  # of all stages of the replica
         self._period_s = math.inf  # time for a micro-batch at the slowest stage, in this view
@@ -258,14 +256,8 @@ class PipelinePasses(Work):
         return await runner.run(schedule, forward, backward, patience_s=patience_s)
 
     def _schedule(self, count: int) -> StageSchedule:
-        return choose_schedule(
-            self._settings.schedule,
-            count,
-            [round_trip_s for round_trip_s, _ in self._figures[:-1]],
-            self._period_s,
-            max_in_flight=self._settings.max_in_flight,
-            memory_limits=[in_flight for _, in_flight in self._figures],
-        )
+        round_trips_s, in_flight = zip(*self._figures, strict=True)
+        return plan_extended(count, round_trips_s[:-1], self._period_s, max_in_flight=in_flight)
 
     @property
     def _replica_chain(self) -> Chain:

@@ -16,7 +16,6 @@ from pydantic import BaseModel
 from configs.schema import Profile, Sharded
 from p2ptrain.compute import first_import
 from p2ptrain.core.errors import ConfigError
-from p2ptrain.core.footprint import least_in_flight
 from p2ptrain.core.ids import new_id
 from p2ptrain.core.plugins import installed
 from p2ptrain.core.serving import PartSpec
@@ -128,14 +127,14 @@ def stage_spec(stage: Stage, profile: Profile, model: ModelSpec, memory_bytes: i
     from p2ptrain.compute.recipe import stage_bounds
     from p2ptrain.compute.stage import StageSpec
 
-    split, stages_to_end = profile.pipeline, stage.count - stage.index
+    split = profile.pipeline
     return StageSpec(
         stage.index,
         stage_bounds(model, stage.count, split.cuts),
         activations=split.activations,
         gradients="fp32" if split.activations == "fp32" else "bf16",
         recompute=split.recompute,
-        in_flight=least_in_flight(split.schedule, profile.batch.micro_batches, stages_to_end, split.max_in_flight),
+        in_flight=min(stage.count - stage.index, profile.batch.micro_batches),
         memory_bytes=memory_bytes,
     )
 

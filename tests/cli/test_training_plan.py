@@ -46,7 +46,7 @@ def test_a_dry_run_shows_who_trains_what_and_makes_nothing(command: Command, fak
     assert first.split()[:3] == ["0", "worker-1", "0–1"]
     assert "64.0 MiB" in first
     assert last.split()[:3] == ["1", "worker-2", "2–3"]
-    assert told[0].startswith("1 replica of 2 stages, 1f1b, 8 micro-batches a step, predicted: ")
+    assert told[0].startswith("1 replica of 2 stages, 8 micro-batches a step, predicted: ")
     assert "bubble" in told[0]
     assert told[1] == "more replicas of the job, or spares: worker-3"
     ((method, params),) = fake_seed.asked
@@ -119,6 +119,6 @@ def test_up_divides_this_machine_and_starts_nothing(command: Command, give_parts
 def test_without_speeds_nothing_is_predicted() -> None:
     made = plan_pipeline(method_of(PROFILE, shape_here(PROFILE), 2).training, equal_members(2, 0).members)
     assert describe_prediction(made[0]) == [
-        "1 replica of 2 stages, 1f1b: no worker has reported its speed, so nothing is predicted"
+        "1 replica of 2 stages: no worker has reported its speed, so nothing is predicted"
     ]
     assert describe_plan(*made) == "plan: layers 0–1 worker-1, layers 2–3 worker-2"

@@ -69,6 +69,14 @@ def test_a_job_that_was_stored_with_the_older_name_of_its_optimizer_can_be_read(
         Profile.model_validate(tables)
 
 
+def test_a_job_that_was_stored_with_settings_that_are_no_more_can_be_read() -> None:
+    tables = Profile.model_validate({"pipeline": {"cuts": [2]}}).model_dump()
+    tables["pipeline"] |= {"schedule": "gpipe", "max_in_flight": 3}
+    assert Profile.from_spec_untrusted(json.dumps(tables)).pipeline.cuts == [2]
+    with pytest.raises(ValidationError, match=r"pipeline\.schedule"):  # of a new profile
+        Profile.model_validate(tables)
+
+
 def test_profiles_do_not_change() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         Profile().job.steps = 3

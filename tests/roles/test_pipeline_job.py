@@ -104,8 +104,8 @@ async def rows_of(cluster: Cluster, job: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("stages", "replicas", "tables"),
     [
-        (2, 2, {"pipeline": {"recompute": True, "max_in_flight": 1}}),
-        (3, 1, {"model": {"tie_embeddings": False}, "pipeline": {"schedule": "gpipe", "cuts": [1, 2]}}),
+        (2, 2, {"pipeline": {"recompute": True}}),
+        (3, 1, {"model": {"tie_embeddings": False}, "pipeline": {"cuts": [1, 2]}}),
     ],
 )
 async def test_a_split_model_learns_what_one_process_does(

@@ -43,9 +43,7 @@ class Reference:
         weights -= sizes.tied_bytes * (first and last)
         kept = 4 * training.tokens * ((stop - start) * (16 * shape.width + 3 * shape.inner) + 3 * shape.vocab * last)
         behind = training.stages - 1 - index
-        flying = training.micro_batches if training.schedule == "gpipe" else min(behind + 1, training.micro_batches)
-        if training.max_in_flight:
-            flying = min(training.max_in_flight, training.micro_batches)
+        flying = min(behind + 1, training.micro_batches)
         entering = 0 if first else training.tokens * shape.width * 4  # fp32
         keeping = kept + flying * entering if training.recompute else flying * kept
         return weights * (5 if candidate.on_host else 4) + keeping
@@ -56,7 +54,7 @@ class Reference:
         each = [2 * size / 4 + 4 * training.sequence_tokens * training.shape.width
                 for size in training.shape.sizes.layers_bytes[start:stop]]  # fmt: skip
         forward = training.tokens * (sum(each) + 2 * training.shape.vocab * training.shape.width * last)
-        twice = training.recompute and not (last and training.schedule == "1f1b")
+        twice = training.recompute and not last
         width = self.training.shape.width
         return (3 + twice) * forward / (0.88 * width / (width + 260) * self.speed[candidate.id])
 
@@ -112,9 +110,7 @@ def problem(rng: random.Random) -> tuple[TrainingWorkload, list[CandidateWorker]
         tokens=rng.choice([8, 64]),
         sequence_tokens=8,
         micro_batches=rng.choice([1, 2, 8]),
-        schedule=rng.choice(["1f1b", "1f1b", "gpipe"]),
         recompute=rng.random() < 0.4,
-        max_in_flight=rng.choice([0, 0, 1, 3]),
         cuts=tuple(sorted(rng.sample(range(1, layers), stages - 1))) if rng.random() < 0.2 else (),
     )
     whole = training.need_bytes(0, 0, layers)
@@ -164,10 +160,9 @@ def test_cuts_are_the_best_for_an_order(batch):
             need_bytes = training.need_bytes(index, *part[1:], on_host=part[0].on_host)
             assert need_bytes == reference.need_bytes(index, part)
             assert training.fits(part[0], index, bounds)
-        counted[training.schedule] += 1
         counted["recompute"] += training.recompute
         counted["cuts"] += bool(training.cuts)
-    assert min(counted[kind] for kind in ("none", "some", "1f1b", "gpipe", "recompute", "cuts")) >= 5, counted
+    assert min(counted[kind] for kind in ("none", "some", "recompute", "cuts")) >= 5, counted
 
 
 # ------------------------------------------------------------------------------------------------------ by example

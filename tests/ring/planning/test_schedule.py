@@ -15,7 +15,6 @@ from ring.planning.schedule import (
     StageCosts,
     StageOperation,
     StageSchedule,
-    choose_schedule,
     plan_extended,
     plan_forwards,
     plan_gpipe,
@@ -135,8 +134,6 @@ def test_stage_is_never_further_ahead_of_the_next_one_than_its_buffers(
 
 
 def test_impossible_schedule_is_refused() -> None:
-    with pytest.raises(ValueError, match="no pipeline schedule is named 'zigzag'"):
-        choose_schedule("zigzag", 4, [0.0], 1.0, max_in_flight=0, memory_limits=[0, 0])
     for stages, micro_batches in ((0, 1), (1, 0), (257, 1), (2, 65_537)):
         with pytest.raises(ValueError, match="invalid pipeline: "):
             StageSchedule(micro_batches, (0,) * stages)
@@ -194,10 +191,10 @@ def test_extended_keeps_uneven_stages_as_busy_as_all_forwards_first_would(
 @given(st.lists(hop_s, min_size=1, max_size=4), st.integers(1, 24), st.data())
 def test_limit_in_flight_holds(round_trips_s: list[float], micro_batches: int, data: st.DataObject) -> None:
     stages = len(round_trips_s) + 1
-    caps = data.draw(st.lists(st.integers(1, 8), min_size=stages, max_size=stages))
+    caps = data.draw(st.lists(st.integers(0, 8), min_size=stages, max_size=stages))
     free = plan_extended(micro_batches, round_trips_s, PERIOD_S)
     capped = plan_extended(micro_batches, round_trips_s, PERIOD_S, max_in_flight=caps)
-    assert all(capped.count_in_flight(stage) <= caps[stage] for stage in range(stages))
+    assert all(capped.count_in_flight(stage) <= cap for stage, cap in enumerate(caps) if cap)
     costs = StageCosts.of_equal_stages(FORWARD_S, BACKWARD_S, round_trips_s)
     assert simulate_step_s(capped, costs) >= simulate_step_s(free, costs) * (1 - MAX_SLOWDOWN) - 1e-9
 
