@@ -328,7 +328,7 @@ function take(answer, { askedAt, loading, verifier, leftOut, text: piece, reason
   if (verifier !== undefined) Object.assign(answer, { loading: undefined, verifier, left_out: leftOut });
   if (reason) answer.reason = reason;
   if (piece) {
-    answer.content += piece;
+    answer.content = (answer.content + piece).trimStart(); // indented, it would be drawn as code
     clock.lastAt = performance.now();
     clock.firstAt ??= clock.lastAt;
     clock.pieces = (clock.pieces ?? 0) + 1;

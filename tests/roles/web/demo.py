@@ -172,7 +172,8 @@ class DemoModels(JsonApp):
         for index, word in enumerate(words):
             if index:
                 await self._pause()
-            yield {"choices": [{"delta": {"content": word + " " * (index < len(words) - 1)}}]}
+            before = "" if index else "\n    "  # as small models begin
+            yield {"choices": [{"delta": {"content": before + word + " " * (index < len(words) - 1)}}]}
         yield {"choices": [{"delta": {}, "finish_reason": "stop"}]}
         yield {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2 * len(words)}}
 
