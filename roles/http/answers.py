@@ -33,12 +33,22 @@ BODY_S = 60.0
 CLOSE = {"connection": "close"}
 HEADERS = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
 """Headers of every answer: browsers shall not guess the type, and caches shall not keep it."""
+MESSAGES = "/v1/messages"
+"""Below this path is Anthropic's interface."""
+_ANTHROPIC_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
 
 
 @dataclass(eq=False)
 class Problem(Exception):
     """An error that a client receives. With status 503 it is told when to try again: after ``retry_after_s``. ``code``:
-    stable word for programs, OpenAI's if there is one. ``param``: the parameter at fault, if any."""
+    stable word for programs, OpenAI's if there is one. ``param``: the parameter at fault, if any. ``more``: other
+    facts for programs."""
 
     status: int
     message: str
@@ -48,16 +58,22 @@ class Problem(Exception):
     remedy: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
     retry_after_s: int = RETRY_AFTER_S
+    more: Mapping[str, Any] = field(default_factory=dict)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self, path: str = "") -> dict[str, Any]:
+        """The problem in the form of the interface at ``path``."""
+        if path.startswith(MESSAGES):
+            usual = "invalid_request_error" if self.status < 500 else "api_error"
+            message = self.message if self.remedy in self.message else f"{self.message}: {self.remedy}"
+            named = {"type": _ANTHROPIC_ERRORS.get(self.status, usual), "message": message}
+            return {"type": "error", "error": named | dict(self.more)}
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         fields = {"message": self.message, "remedy": self.remedy, "type": kind}
-        return {"error": fields | {"param": self.param or None, "code": self.code or None}}
+        return {"error": fields | {"param": self.param or None, "code": self.code or None} | dict(self.more)}
 
-    def response(self, document: Mapping[str, Any] | None = None) -> Response:
-        """``document``: the problem in another form."""
+    def response(self, path: str = "") -> Response:
         again = {"retry-after": str(self.retry_after_s)} if self.status == 503 else {}
-        return json_response(document or self.as_json(), status=self.status, headers=again | dict(self.headers))
+        return json_response(self.as_json(path), status=self.status, headers=again | dict(self.headers))
 
 
 def json_bytes(document: Mapping[str, Any]) -> bytes:
@@ -230,7 +246,7 @@ class JsonApp(ABC):
             self.let_in(HTTPConnection(scope))
             await self._app(scope, receive, send)
         except Problem as problem:
-            await self.error_response(problem, scope["path"])(scope, receive, send)
+            await problem.response(scope["path"])(scope, receive, send)
         except Exception as error:  # a defect; Starlette has answered the client  # noqa: BLE001
             tell(error)
 
@@ -254,11 +270,7 @@ class JsonApp(ABC):
             error = Problem(
                 error.status_code, text, code=_NOT_ROUTED.get(error.status_code, ""), headers=error.headers or {}
             )
-        return self.error_response(self.problem(error), request.url.path)
-
-    def error_response(self, problem: Problem, path: str) -> Response:
-        """The response that has ``problem``. An endpoint may have another form for some paths."""
-        return problem.response()
+        return self.problem(error).response(request.url.path)
 
 
 def tell(error: Exception) -> None:

@@ -65,7 +65,7 @@ class Constraint:
         is_over: the text has ended, or nothing can follow.
 
     Raises:
-        UserError: the grammar is invalid.
+        UserError: the grammar is invalid; methods: it is too complex.
     """
 
     def __init__(self, table: TokenTable, grammar: str, ends: frozenset[int]) -> None:
@@ -74,9 +74,7 @@ class Constraint:
         self._mask_bytes = mask_bytes(table.vocab_size)
         self._took_s = LONG_S
         self.is_over = self._matcher.is_stopped()
-        if self._matcher.is_error():
-            text = f"the grammar is not valid: {self._matcher.get_error()[:500]}"
-            raise UserError(text, remedy="correct the schema or grammar")
+        _check(self._matcher)
 
     def accept(self, tokens: Sequence[int]) -> int:
         """Take the next tokens of the text. Returns how many of them belong to it: none after its end. Raises
@@ -89,6 +87,7 @@ class Constraint:
             elif self._matcher.try_consume_tokens([token]):
                 self.is_over = self._matcher.is_stopped()
             else:
+                _check(self._matcher)
                 raise JobFailed(f"the model's token {token} does not match the grammar of the text")
         return len(tokens)
 
@@ -121,6 +120,14 @@ class Constraint:
             byte, bit = token // 8, 1 << token % 8
             mask[byte] = mask[byte] | bit if may_end else mask[byte] & ~bit
         if not any(mask):
-            why = matcher.get_error()[:500] or "none of the model's tokens can follow"
-            raise JobFailed(f"the grammar of the text cannot go on: {why}", remedy="use a simpler schema or grammar")
+            _check(matcher)
+            why = "the grammar of the text cannot go on: none of the model's tokens can follow"
+            raise JobFailed(why, remedy="use a simpler schema or grammar")
         return bytes(mask)
+
+
+def _check(matcher: llguidance.LLMatcher) -> None:
+    """Raise ``UserError`` if the grammar is invalid, or too complex for the library, which a text may show late."""
+    if matcher.is_error():
+        why = matcher.get_error().partition("\n<state>")[0][:500]
+        raise UserError(f"the grammar cannot be used: {why}", remedy="correct or simplify the schema or grammar")

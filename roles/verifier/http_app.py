@@ -25,6 +25,7 @@ from p2ptrain.core.world import World
 from roles.http.access import Keys, read_key, refuse_pages
 from roles.http.answers import (
     HEADERS,
+    MESSAGES,
     RETRY_AFTER_S,
     Delivery,
     JsonApp,
@@ -42,22 +43,22 @@ from roles.verifier.http.answer import AnswerOrigin, HttpAnswer, Question
 from roles.verifier.http.chat import ChatAnswer
 from roles.verifier.http.completions import CompletionAnswer
 from roles.verifier.http.events import ChoiceEvent, TextAdded
-from roles.verifier.http.messages import MessageAnswer, error_document, read_count
+from roles.verifier.http.messages import MessageAnswer, read_count
 from roles.verifier.http.responses import ResponseAnswer
 from roles.verifier.http.tokens import read_detokenize, read_tokenize
 from wire.address import is_loopback
 from wire.transport import TcpNetwork
 
-_HEALTH, _MESSAGES = "/health", "/v1/messages"
+_HEALTH = "/health"
 _INTERFACES: dict[str, Callable[[bytes, AnswerOrigin], HttpAnswer]] = {
     "/v1/completions": CompletionAnswer,
     "/v1/chat/completions": ChatAnswer,
     "/v1/responses": ResponseAnswer,
-    _MESSAGES: MessageAnswer,
+    MESSAGES: MessageAnswer,
 }
 
 _QUESTIONS: dict[str, Callable[[bytes], Question]] = {
-    f"{_MESSAGES}/count_tokens": read_count,
+    f"{MESSAGES}/count_tokens": read_count,
     "/tokenize": read_tokenize,
     "/detokenize": read_detokenize,
 }
@@ -155,9 +156,6 @@ class HttpApp(JsonApp):
         if self._keys is not None and asked.scope["path"] != _HEALTH:
             key = asked.headers.get("x-api-key")  # of Anthropic's clients
             self._keys.permit(asked.headers.get("authorization") or (f"Bearer {key}" if key else ""))
-
-    def error_response(self, problem: Problem, path: str) -> Response:
-        return problem.response(error_document(problem) if path.startswith(_MESSAGES) else None)
 
     async def _health(self, request: HttpRequest) -> Response:
         return json_response({"status": "ok"})

@@ -112,15 +112,17 @@ class TextGateway:
 
     async def _one_model(self, request: Request) -> Response:
         found = self._having(request.path_params["model"])
-        return json_response(_card(found[0])) if found[0].is_ready else loading_response(found)
+        if not found[0].is_ready:
+            raise _loading(found)
+        return json_response(_card(found[0]))
 
-    async def _pass_on(self, request: Request) -> Delivery | Response:
+    async def _pass_on(self, request: Request) -> Delivery:
         body = await read_body(request, MOST_HTTP_BYTES)
         beginning = await asyncio.to_thread(read_beginning, body)
         having = self._having(beginning.model)
         ready = {info.peer: info for info in having if info.is_ready}
         if not ready:
-            return loading_response(having)
+            raise _loading(having)
         if self.under_way.total() >= MOST_REQUESTS:
             raise Problem(503, f"{MOST_REQUESTS} requests are under way: try again later", code="overloaded")
         target = quote(request.url.path) + (f"?{request.url.query}" if request.url.query else "")
@@ -129,7 +131,7 @@ class TextGateway:
         headers = pick_headers(request.headers, ASKED_HEADERS)
         asked = HttpRequest(request.method, target, headers, len(body), having[0].model if beginning.model else "")
         chosen = order_verifiers(list(ready.values()), self._load, beginning.digest())
-        return Delivery(partial(self._ask_in_turn, chosen, asked, body), self.stopping, _error_event)
+        return Delivery(partial(self._ask_in_turn, chosen, asked, body), self.stopping, partial(_error_event, target))
 
     async def _ask_in_turn(self, chosen: Sequence[ServingInfo], asked: HttpRequest, body: bytes, send: Send) -> None:
         """Raises ``Problem``: no verifier answers, or one is lost amid its answer."""
@@ -195,19 +197,18 @@ def _card(info: ServingInfo) -> dict[str, Any]:
     return model_card(info.model, created=0, context=info.context or None, owner=owner)
 
 
-def loading_response(having: Sequence[ServingInfo]) -> Response:
-    """The answer for a model that verifiers only load yet: when to try again, and how far the first one is."""
+def _loading(having: Sequence[ServingInfo]) -> Problem:
+    """The problem of a model that verifiers only load yet: when to try again, and how far the first one is."""
     first = max(having, key=lambda info: info.loaded)
     ready_s = first.stats.get("ready_s")
     state = "away" if first.upstream else "loading"
     after_s = RETRY_AFTER_S if ready_s is None else min(max(math.ceil(ready_s), 1), LONGEST_RETRY_S)
     text = f"{first.name} cannot write with {first.label} yet; try again in {after_s} s"
-    problem = Problem(503, text, code="model_loading").as_json()
-    problem["error"] |= {"state": state, "percent": round(100 * first.loaded), "ready_s": ready_s}
-    return json_response(problem, status=503, headers={"retry-after": str(after_s)})
+    more = {"state": state, "percent": round(100 * first.loaded), "ready_s": ready_s}
+    return Problem(503, text, code="model_loading", retry_after_s=after_s, more=more)
 
 
-def _error_event(error: Exception) -> bytes:
+def _error_event(path: str, error: Exception) -> bytes:
     """The end of a stream that fails, as clients of each interface read it."""
     problem = error if isinstance(error, Problem) else Problem(500, "internal error", code="internal_error")
-    return b"event: error\ndata: " + json_bytes({"type": "error"} | problem.as_json()) + b"\n\n"
+    return b"event: error\ndata: " + json_bytes({"type": "error"} | problem.as_json(path)) + b"\n\n"

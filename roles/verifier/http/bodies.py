@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from p2ptrain.compute.text import ASSISTANT, TOOL, USER, Turn
+from p2ptrain.compute.text import ASSISTANT, SYSTEM, TOOL, Turn
 from p2ptrain.core.serving import MOST_BIAS, MOST_BIASES, MOST_SETTING
 from p2ptrain.core.texts import shortened
 from roles.http.answers import Problem, missing, read_model, wrong
@@ -25,7 +25,7 @@ from wire.text_messages import MOST_PRIORITY
 IGNORED = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction", "truncation", "include"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_control", "inference_geo"),
-    *("reasoning", "reasoning_effort", "verbosity"),
+    *("reasoning", "reasoning_effort", "verbosity", "thinking", "client_metadata"),
 }
 """Parameters for the service of OpenAI or Anthropic, and hints: the text is the same without them."""
 NOT_OBEYED: dict[str, str] = {
@@ -37,12 +37,11 @@ NOT_OBEYED: dict[str, str] = {
     **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), "chats have tools: use /v1/chat/completions"),
     **dict.fromkeys(("functions", "function_call"), "it is the old name of tools: use tools and tool_choice"),
     **dict.fromkeys(("modalities", "audio"), "only text is supported"),
-    "thinking": "whether a model thinks is up to its chat template",
     **dict.fromkeys(
         ("web_search_options", "mcp_servers", "container", "max_tool_calls"), "this endpoint runs no tools itself"
     ),
     **dict.fromkeys(
-        ("context_management", "previous_response_id", "conversation", "background"),
+        ("context_management", "previous_response_id", "conversation", "background", "thread"),
         "nothing is stored here: send the whole conversation",
     ),
     "prompt": "there are no stored prompts: send the text",
@@ -54,7 +53,7 @@ HARMLESS_HERE = {
     "best_of": 1,
     "parallel_tool_calls": True,
     "modalities": ["text"],
-    "thinking": {"type": "disabled"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
 }
 """Values that request nothing: of any parameter, and of some."""
 MOST_SCHEMA_CHARS, MOST_SCHEMA_MEMBERS, MOST_JSON_DEPTH = 1 << 17, 500, 32
@@ -171,7 +170,10 @@ def check_needed(item: StrictModel, names: Iterable[str], where: str) -> None:
 
 
 def unsupported(param: str, why: str) -> Problem:
-    return Problem(400, f"{param} is not supported here: {why}", code="unsupported_parameter", param=param)
+    # Anthropic's client then sends whole conversations.
+    more = {"details": {"error_code": "thread_unsupported_request"}} if param == "thread" else {}
+    text = f"{param} is not supported here: {why}"
+    return Problem(400, text, code="unsupported_parameter", param=param, more=more)
 
 
 def check_schemas(schemas: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
@@ -207,8 +209,12 @@ class TurnList:
         self._names = dict[str, str]()  # id of a call → name of the tool
 
     def add_text(self, role: str, text: str) -> None:
+        """Add a turn. Texts of the system that follow one another are one: many templates know only a first one."""
         self._close_calls()
-        self._turns.append(Turn("system" if role == "developer" else role, text))
+        role = SYSTEM if role == "developer" else role
+        if role == SYSTEM and self._turns and self._turns[-1].role == SYSTEM:
+            text = f"{self._turns.pop().text}\n{text}"
+        self._turns.append(Turn(role, text))
 
     def add_call(self, ident: str, name: str, arguments: str | dict[str, Any], where: str) -> None:
         """Add a call to the assistant's turn that is the last one, or to a new one."""
@@ -231,7 +237,7 @@ class TurnList:
         self._turns.append(Turn(TOOL, text, "", ident, self._names[ident]))
 
     def finish(self, where: str) -> tuple[Turn, ...]:
-        if not self._turns or self._turns[-1].role not in (USER, TOOL):
+        if next((turn.role for turn in reversed(self._turns) if turn.role != SYSTEM), ASSISTANT) == ASSISTANT:
             raise wrong(where, "the last message must be a user's or a tool's, for the model to answer")
         return tuple(self._turns)
 

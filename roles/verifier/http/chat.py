@@ -15,6 +15,9 @@ from roles.verifier.http import bodies, events
 from roles.verifier.http.answer import AnswerOrigin, ToolUse, read_tool_use, text_request
 from roles.verifier.http.completions import OpenAiAnswer, OpenAiFields, finite
 
+_UNREAD = {"name", "provider_specific_fields", "reasoning_content", "annotations", "cache_control"}
+"""Fields of messages that are ignored: other programs send back what other servers added to an answer."""
+
 
 class _CalledFunction(bodies.StrictModel):
     name: bodies.Name
@@ -70,7 +73,7 @@ def read_messages(messages: list[ChatMessage]) -> bodies.TurnList:
     for index, message in enumerate(messages):
         where = f"messages.{index}"
         for name, value in (message.model_extra or {}).items():
-            if name != "name" and value not in (None, []):  # earlier answers may have empty fields
+            if name not in _UNREAD and value not in (None, []):  # earlier answers may have empty fields
                 raise bodies.unsupported(f"{where}.{shortened(name, 64)}", "only text and tools are supported")
         if message.tool_calls and message.role != "assistant":
             raise bodies.unsupported(f"{where}.tool_calls", "only an assistant's message calls tools")

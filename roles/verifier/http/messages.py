@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from p2ptrain.compute.text import Turn
-from roles.http.answers import Problem, wrong
+from roles.http.answers import MESSAGES, Problem, wrong
 from roles.serving.texts import TextRequest, TokenizingService
 from roles.verifier.http import bodies, events
 from roles.verifier.http.answer import (
@@ -26,13 +26,6 @@ from roles.verifier.http.answer import (
 )
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
-_ERRORS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    503: "overloaded_error",
-}
 _NEEDED = {"text": ("text",), "tool_use": ("id", "name", "input"), "tool_result": ("tool_use_id",)}
 
 
@@ -49,7 +42,7 @@ class _Block(bodies.StrictModel):
 
 
 class _Message(bodies.StrictModel):
-    role: Literal["user", "assistant"]
+    role: Literal["system", "user", "assistant"]
     content: str | Annotated[list[_Block], Field(min_length=1, fail_fast=True)]
 
 
@@ -192,7 +185,7 @@ class MessageAnswer(OneTextAnswer):
         yield _event("message_stop")
 
     def error_frame(self, problem: Problem) -> bytes:
-        return frame(error_document(problem), "error")
+        return frame(problem.as_json(MESSAGES), "error")
 
     def document(self) -> dict[str, Any]:
         return {
@@ -220,10 +213,3 @@ class MessageAnswer(OneTextAnswer):
 
 def _event(name: str, /, **fields: Any) -> bytes:
     return frame({"type": name, **fields}, name)
-
-
-def error_document(problem: Problem) -> dict[str, Any]:
-    """A problem in Anthropic's form."""
-    usual = "invalid_request_error" if problem.status < 500 else "api_error"
-    message = f"{problem.message}: {problem.remedy}" if problem.remedy else problem.message
-    return {"type": "error", "error": {"type": _ERRORS.get(problem.status, usual), "message": message}}

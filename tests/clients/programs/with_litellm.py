@@ -41,3 +41,17 @@ attempt(
         .message.content
     ),
 )
+
+
+def conversation(road):
+    """A call, its result, and the next answer: the message of the first one goes back as LiteLLM made it."""
+    asked = {**ASK, "tools": [TOOL], **road}
+    message = litellm.completion(**asked, tool_choice="required", parallel_tool_calls=False).choices[0].message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "7 degrees"}
+    asked["messages"] = [*ASK["messages"], message, result]
+    return litellm.completion(**asked).choices[0].finish_reason
+
+
+for name, road in ROADS.items():
+    if name != "text":
+        attempt(f"{name}: tools, a result", lambda: conversation(road))

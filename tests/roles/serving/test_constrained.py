@@ -254,7 +254,7 @@ async def test_where_a_text_ends(model: tuple[Any, Path]) -> None:
             assert not {*b"ab"} & {*written[:9]}
             assert len(written) == 30 if ended == "length" else written[-1] in b"ab"
         for wrong, why in (
-            ({"grammar": "start: ("}, "not valid"),
+            ({"grammar": "start: ("}, "cannot be used"),
             ({"grammar": JSON, "ignore_end": True}, "cannot be ignored"),
             ({"prompt": "x"}, "more than one"),
             ({"logprobs": 21}, "log-probabilities"),

@@ -214,7 +214,6 @@ WRONG: list[tuple[str, dict[str, object], str, str]] = [
         "tool_choice",
     ),
     (MESSAGES, {"max_tokens": 0}, "invalid_value", "max_tokens"),
-    (MESSAGES, {"thinking": {"type": "enabled"}}, "unsupported_parameter", "thinking"),
     (MESSAGES, {"tools": [{"type": "bash", "name": "f", "input_schema": {}}]}, "invalid_value", "tools.0.type"),
     (MESSAGES, {"tool_choice": {"type": "tool"}}, "invalid_value", "tool_choice.name"),
     (
@@ -245,7 +244,7 @@ USUAL: dict[str, dict[str, object]] = {
 NOT_HERE = {
     COMPLETIONS: {"suffix", "tools", "tool_choice", "parallel_tool_calls"},
     CHAT: {"best_of", "echo", "functions", "function_call", "modalities", "audio", "web_search_options"},
-    MESSAGES: {"n", "thinking", "mcp_servers", "container", "context_management"},
+    MESSAGES: {"n", "thread", "mcp_servers", "container", "context_management"},
     RESPONSES: {"top_logprobs", "previous_response_id", "conversation", "background", "prompt", "max_tool_calls"},
 }
 

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 import torch
 from anthropic import AsyncAnthropic
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BadRequestError
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
@@ -130,6 +130,13 @@ async def test_answers_match_their_schema(real: RealEndpoint) -> None:
     wanted["json_schema"]["schema"] = {"type": "object", "properties": {"x": {"$ref": "#/$defs/none"}}}
     with pytest.raises(Exception, match="schema"):
         await real.client.chat.completions.create(model=MODEL, messages=HI, response_format=wanted)
+
+
+async def test_schema_that_is_too_complex_is_refused(real: RealEndpoint) -> None:
+    schema = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(500)}}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "large", "schema": schema}}
+    with pytest.raises(BadRequestError, match="simplify the schema"):
+        await real.client.chat.completions.create(model=MODEL, messages=HI, response_format=form, max_tokens=500)
 
 
 async def test_choices_are_the_texts_of_their_seeds(real: RealEndpoint) -> None:

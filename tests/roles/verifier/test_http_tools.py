@@ -289,6 +289,43 @@ async def test_errors_have_the_form_of_the_interface(endpoint: Endpoint, claude:
             await events.get_final_message()
 
 
+async def test_tool_runner_goes_on_without_a_thread(endpoint: Endpoint, claude: AsyncAnthropic) -> None:
+    @anthropic.beta_async_tool
+    async def find(what: str) -> str:
+        """Find."""
+        return f"found {what}"
+
+    call = '<tool_call>{"name": "find", "arguments": {"what": "it"}}</tool_call>'
+    endpoint.service.script = lambda wish: ScriptedWriting(["Done" if wish.turns[-1].role == "tool" else call])
+    runner = claude.beta.messages.tool_runner(model=MODEL, max_tokens=9, messages=HI, tools=[find])
+    assert [message.stop_reason async for message in runner] == ["tool_use", "end_turn"]
+    assert endpoint.service.wishes[-1].turns[-1].text == "found it"
+
+
+async def test_coding_agents_are_answered(endpoint: Endpoint) -> None:
+    """What Claude Code and LiteLLM add to a request changes nothing."""
+    edit = {"type": "clear_thinking_20251015", "keep": "all"}
+    hints = {
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [edit]},
+        "output_config": {"effort": "high"},
+    }
+    told = [{"role": "system", "content": "One"}, {"role": "user", "content": "Hi"}]
+    late = {"messages": [*told[1:], {"role": "system", "content": "Two"}, {"role": "system", "content": "Three"}]}
+    body = {"model": MODEL, "max_tokens": 9, "system": "One"} | late | hints
+    assert (await endpoint.post("/v1/messages", json.dumps(body).encode()))[0] == 200
+    assert endpoint.service.wishes[-1].turns == (
+        Turn("system", "One"),
+        Turn("user", "Hi"),
+        Turn("system", "Two\nThree"),
+    )
+    added = {"provider_specific_fields": {"refusal": None}, "reasoning_content": "hm", "annotations": [{}]}
+    body = {"model": MODEL, "messages": [*told, {"role": "assistant", "content": "Ho"} | added, told[1]]}
+    assert (await endpoint.post("/v1/chat/completions", json.dumps(body).encode()))[0] == 200
+    body = {"model": MODEL, "input": "Hi", "client_metadata": {"session_id": "1"}}
+    assert (await endpoint.post("/v1/responses", json.dumps(body).encode()))[0] == 200
+
+
 async def test_the_key_of_anthropics_client_is_accepted(guarded: Endpoint) -> None:
     assert (await guarded.raw(request("GET", "/v1/models", f"x-api-key: {KEY}")))[0] == 200
     status, _, body = await guarded.raw(request("POST", "/v1/messages", "Content-Length: 0", "x-api-key: wrong"))

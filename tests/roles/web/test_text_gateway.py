@@ -220,6 +220,19 @@ async def test_models_of_all_verifiers_are_listed(endpoint: Endpoint) -> None:
     assert loading == {"code": "model_loading", "state": "loading", "percent": 25, "ready_s": 7.4}
 
 
+async def test_errors_have_the_form_of_the_interface(endpoint: Endpoint) -> None:
+    _, missing = await endpoint.ask("POST", "/v1/messages", {"model": "claude"})
+    assert (missing["type"], missing["error"]["type"]) == ("error", "overloaded_error")
+    await endpoint.serve(Application(b"{}"), BIG, Serving("org/slow", loaded=0.5))
+    _, missing = await endpoint.ask("POST", "/v1/messages/count_tokens", {"model": "claude"})
+    assert (missing["type"], missing["error"]["type"]) == ("error", "not_found_error")
+    _, loading = await endpoint.ask("POST", "/v1/messages", {"model": "org/slow"})
+    assert (loading["error"]["type"], loading["error"]["percent"]) == ("overloaded_error", 50)
+    endpoint.app = endpoint.make(texts=endpoint.gateway, keys=Keys({"operator-key-operator": OPERATE}))
+    _, locked = await endpoint.ask("POST", "/v1/messages", {})
+    assert (locked["type"], locked["error"]["type"]) == ("error", "authentication_error")
+
+
 async def test_slow_client_slows_the_verifier_and_one_that_leaves_ends_the_text(endpoint: Endpoint) -> None:
     app = Application(*[bytes(PART_BYTES)] * 100, headers=EVENTS)
     app.held = 100
