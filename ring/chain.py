@@ -295,13 +295,7 @@ class Chain:
 
     def begin(self, schedule: StageSchedule) -> None:
         """Begin a step: payloads of its micro-batches may arrive from now on. All stages begin the same steps in order.
-
-        Raises:
-            ValueError: the schedule is for another number of stages.
-            ConnectionLost, ProtocolError, DeadlineExceeded: the chain was broken before.
-        """
-        if schedule.stages != self.stages:
-            raise ValueError(f"a schedule of {schedule.stages} stages for a chain of {self.stages}")
+        Raises ``ConnectionLost``, ``ProtocolError``, ``DeadlineExceeded``: the chain was broken before."""
         self._check_open()
         assert self._streams is None, "a step is under way"
         if self._next_stream + schedule.micro_batches > _STREAMS:

@@ -226,12 +226,6 @@ class RingSession:
         dtype = dtype or buffer.dtype.name
         _check_buffer(buffer, storage_dtype(dtype))
         check_reduction(dtype, reduction)
-        if codec is not None and dtype != "float32":
-            raise ValueError(f"codec {codec.name} is for float32, the buffer's elements are {dtype}")
-        if residual is not None:
-            _check_buffer(residual, np.dtype(np.float32))
-            if residual.size != buffer.size:
-                raise ValueError(f"a residual of {residual.size} elements for a buffer of {buffer.size}")
         operation = self._begin("all-reduce", patience_s)
         if self._is_small(buffer):
 

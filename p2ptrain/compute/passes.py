@@ -40,6 +40,7 @@ from p2ptrain.compute.preferences import counted_pairs, preference_loss, sequenc
 from p2ptrain.compute.recipe import BuiltPart, ModelRecipe
 from p2ptrain.compute.reduce_buffer import ReduceBuffer
 from p2ptrain.compute.sampling import Indices, WindowSampler
+from p2ptrain.compute.split_check import check_packs
 from p2ptrain.compute.token_store import OnProgress, no_progress
 from p2ptrain.compute.update import StepUpdate
 from p2ptrain.core.activations import activation_bytes
@@ -79,14 +80,15 @@ class MicroBatchReader:
         first, count: this member's share of the step: micro-batches [``first``, ``first + count``).
 
     Raises:
-        ConfigError, UserError, ResourceError: see ``load_corpus``, ``ModelRecipe.check_corpus``.
+        ConfigError, UserError, ResourceError: see ``load_corpus``, ``check_packs``.
     """
 
     def __init__(self, recipe: ModelRecipe, processes: int = 1, on_progress: OnProgress = no_progress) -> None:
         self._spec, self._device, self._processes = recipe.spec, recipe.device, processes
         spec, self._tokenizer, vocab = recipe.spec, recipe.tokenizer, recipe.config.vocab_size
         self.corpus: Corpus = load_corpus(spec.data, self._tokenizer, vocab, on_progress=on_progress)
-        recipe.check_corpus(self.corpus)
+        if self.corpus.marks is not None and not spec.is_preference:
+            check_packs(recipe.config, split=not recipe.stage.is_whole)
         training, sequences = self.corpus.training, spec.micro_batch_sequences
         self.validation_count = min(spec.validation_batches, -(-len(self.corpus.validation) // sequences))
         self.sampler = WindowSampler(len(training), spec.seed)

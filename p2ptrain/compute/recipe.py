@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from p2ptrain.compute.compiling import BlockCompiler
-from p2ptrain.compute.data import PREFERENCE, Corpus, DataSpec
+from p2ptrain.compute.data import PREFERENCE, DataSpec
 from p2ptrain.compute.device import ComputeDevice, constant_arithmetic, flushed_denormals, matrix_products
 from p2ptrain.compute.flat import FlatModel, OptimizerSpec, Segment, trained_parameters
 from p2ptrain.compute.fsdp import ShardedModel, ShardSpec, assemble_rows, check_shard_memory
@@ -28,7 +28,7 @@ from p2ptrain.compute.local import LocalSpec
 from p2ptrain.compute.model import ModelSpec, build_model, model_config, outline
 from p2ptrain.compute.optimizer import hidden_matrices
 from p2ptrain.compute.part import PartModel
-from p2ptrain.compute.split_check import check_packs, check_splits
+from p2ptrain.compute.split_check import check_splits
 from p2ptrain.compute.stage import StageSpec, build_training_part, fit_training, initial_digest
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.tuning import ALL_OF_IT, Tuning, TuningSpec
@@ -180,11 +180,6 @@ class ModelRecipe:
         names = hidden_matrices(model)
         numel = sum(parameter.numel() for name, parameter in model.named_parameters() if name in names)
         return numel / sum(parameter.numel() for parameter in model.parameters())
-
-    def check_corpus(self, corpus: Corpus) -> None:
-        """Raise ``ConfigError`` if the model cannot keep the conversations of a window apart."""
-        if corpus.marks is not None and not self.spec.is_preference:
-            check_packs(self.config, split=not self.stage.is_whole)
 
     @property
     def is_on_host(self) -> bool:

@@ -137,8 +137,6 @@ class TextWriter:
     """Turns token ids into text as they arrive. It returns only whole characters, and no part of a stop string.
 
     Attributes:
-        text: all text returned so far.
-        tokens: number of tokens taken, including the end token.
         end_tokens: ids that end the text, those of special tokens among the stop strings included.
         ended: why the text ended: ``"stop"`` (stop string), ``"end"`` (end token) or ``"length"`` (``finish`` was
             called). Empty before that.
@@ -154,8 +152,6 @@ class TextWriter:
         end_tokens: frozenset[int] = frozenset(),
         stop_ids: Iterable[int] = (),
     ) -> None:
-        self.text = ""
-        self.tokens = 0
         self.ended = ""
         self.stop_reason: str | int | None = None
         self._backend = backend
@@ -178,7 +174,6 @@ class TextWriter:
         """Take the next id. Returns the text that is now certain; empty after the end."""
         if self.ended:
             return ""
-        self.tokens += 1
         if token in self.end_tokens:
             self.stop_reason = self._stop_tokens.get(token)
             return self._close("stop" if token in self._stop_tokens else "end")
@@ -199,7 +194,6 @@ class TextWriter:
     def _give(self, piece: str) -> str:
         if self._stops.found is not None:
             self.ended, self.stop_reason = "stop", self._stops.found
-        self.text += piece
         return piece
 
     def _decode(self, *, whole_characters: bool) -> str:

@@ -66,8 +66,7 @@ class PartRings:
     async def join(self, own: Contribution, unit_s: float, *, patience_s: float) -> tuple[Contribution, list[float]]:
         """Make the whole model's contribution of this part's. Also returns ``unit_s`` of all members of the replica, in
         the order of the parts. Raises as ``RingSession.all_gather``."""
-        if self._session is None:
-            raise RuntimeError("no view has begun")
+        assert self._session is not None, "no view has begun"
         view, rank = self._session.view, self._session.rank
         summary = _SUMMARY.pack(own.digest, float(self._engine.reduce_buffer[-1]), unit_s)
         gathered = await self._session.all_gather(summary, patience_s=patience_s)

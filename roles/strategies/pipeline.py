@@ -261,6 +261,5 @@ class PipelinePasses(Work):
 
     @property
     def _replica_chain(self) -> Chain:
-        if self._chain is None:
-            raise RuntimeError("no view has begun")
+        assert self._chain is not None, "no view has begun"
         return self._chain

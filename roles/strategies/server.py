@@ -265,7 +265,9 @@ class VersionServer:
                     before.copy.release()
         self._published, published.over, published.last = published, over, last
         if before is None:
-            self._serve_workers()
+            ranks = range(1, self._session.size)
+            tasks = [asyncio.create_task(self._serve(rank), name=f"serve rank {rank}") for rank in ranks]
+            self._session.broken.add_done_callback(lambda _: [task.cancel() for task in tasks])
         chosen, self._chosen = self._chosen, []
         for taken in chosen:
             self._answer(taken.rank, Outcome(ContributionStatus.ACCEPTED, step - 1 - taken.base, taken.bound))
@@ -307,12 +309,6 @@ class VersionServer:
         self._combiner.guard.committed(square_sum)
         self._intake.made(self._chosen)
         return applied
-
-    def _serve_workers(self) -> None:
-        tasks = [
-            asyncio.create_task(self._serve(rank), name=f"serve rank {rank}") for rank in range(1, self._session.size)
-        ]
-        self._session.broken.add_done_callback(lambda _: [task.cancel() for task in tasks])
 
     async def _serve(self, rank: int) -> None:
         asked = np.empty(REQUEST_BYTES, np.uint8)

@@ -195,8 +195,7 @@ class Strategy:
         To give a step up, close the session first; then compute the step again from zero. ``patience_s``: see
         ``RingSession.submit``.
         """
-        if self._session is None:
-            raise RuntimeError("no view has begun")
+        assert self._session is not None, "no view has begun"
         engine, run, self._patience_s = self._engine, self._compute.run, patience_s
         if self._before_step is not None:
             await self._before_step(step, count, self._session)
