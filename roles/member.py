@@ -265,6 +265,10 @@ class MemberProcess(ABC):
     def name(self) -> str:
         return self.identity.name
 
+    @property
+    def port(self) -> int:
+        return self._port
+
     def notify(self, level: str, kind: str, text: str) -> None:
         self._notify_here(level, kind, text)
         self._link.send(EventNotice(level, kind, text, self._job_id()))
