@@ -363,8 +363,8 @@ async def test_a_new_job_is_created_from_a_profile_or_a_file_and_a_mistake_can_b
 
 async def test_a_job_is_restored_from_the_chosen_checkpoint():
     async with staged() as stage:
-        await stage.press("R", "enter")
-        assert isinstance(stage.app.screen, PromptScreen), "nothing is chosen at first"
+        await stage.press("R", "enter", "4", "backspace", "enter")
+        assert isinstance(stage.app.screen, PromptScreen), "nothing is chosen without a word"
         await stage.press(*"400", "enter")
         assert stage.source.requests == [("checkpoints.restore", {"id": "j1@400@peer0"})]
         assert stage.notices() == ["stdlib-30m: goes back to the checkpoint"]
