@@ -15,7 +15,6 @@ p2ptrain.compute.model`` before ``AutoModelForCausalLM.from_pretrained`` opens i
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -37,6 +36,7 @@ from p2ptrain.core import plugins
 from p2ptrain.core.adapters import is_adapter
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.tensor_files import NEEDED_FILES, adapter_alone
+from p2ptrain.core.texts import did_you_mean
 from p2ptrain.core.tokenizer_files import is_without_weights
 
 transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -253,10 +253,9 @@ def check_architecture(name: str) -> None:
         AutoConfig.register(name, kind.config_class, exist_ok=True)
         AutoModelForCausalLM.register(kind.config_class, kind, exist_ok=True)
     elif name not in known:
-        close = difflib.get_close_matches(name, known, n=3)
         text = f"model.architecture = {name!r} is not a causal language model of transformers, nor of a plugin here"
-        remedy = f"did you mean {' or '.join(close)}?" if close else "see the transformers documentation for the names"
-        raise ConfigError(text, remedy=remedy)
+        remedy = f"{did_you_mean(name, known)}see the documentation of transformers for its names, or install the "
+        raise ConfigError(text, remedy=f"{remedy}package of the plugin (docs/plugins.md)")
 
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
