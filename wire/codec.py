@@ -95,7 +95,7 @@ def decode_untrusted(kind: int, body: bytes | bytearray | memoryview) -> Message
         raise ProtocolError(f"a message of unknown kind {kind}")
     if cls.LONG and body[:1] == COMPRESSED:
         body = _decompressed_untrusted(body)
-    source = _unpack_untrusted(body, handshake=kind <= LAST_HANDSHAKE_KIND)
+    source = unpack_untrusted(body, handshake=kind <= LAST_HANDSHAKE_KIND)
     if cls in (Hello, Welcome) and isinstance(source, dict):
         version = source.get("version")
         if type(version) is int and version != PROTOCOL_VERSION:
@@ -114,7 +114,10 @@ def _decompressed_untrusted(body: bytes | bytearray | memoryview) -> bytes:
     return plain
 
 
-def _unpack_untrusted(body: bytes | bytearray | memoryview, *, handshake: bool) -> object:
+def unpack_untrusted(
+    body: bytes | bytearray | memoryview, *, handshake: bool = False, most_bytes: int = CONTROL_FRAME_BYTES
+) -> object:
+    """Decode msgpack. ``most_bytes``: of a text. Raises ``ProtocolError``."""
     limit = MAX_HANDSHAKE_ITEMS if handshake else None
     try:
         return msgpack.unpackb(
@@ -122,8 +125,8 @@ def _unpack_untrusted(body: bytes | bytearray | memoryview, *, handshake: bool) 
             raw=False,
             strict_map_key=True,
             object_pairs_hook=_strict_map,
-            max_str_len=CONTROL_FRAME_BYTES,
-            max_bin_len=CONTROL_FRAME_BYTES,
+            max_str_len=most_bytes,
+            max_bin_len=most_bytes,
             max_array_len=limit or MAX_LIST_ITEMS,
             max_map_len=limit or MAX_MAP_ITEMS,
             max_ext_len=0,

@@ -96,7 +96,7 @@ def _describe_alternative(alternative: Any, bound: Bound | None) -> str:
     if alternative is Any:
         name = "free-form value"
     elif origin in (list, tuple):
-        name = f"list of {_type(args[0])}"
+        name = f"list of {' and '.join(_type(arg) for arg in args if arg is not Ellipsis)}"
     elif origin is dict:
         name = f"map of {_type(args[1])}"
     else:

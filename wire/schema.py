@@ -189,6 +189,15 @@ def _compile_alternative(alternative: Any, where: str, lenient: bool) -> Convert
     if dataclasses.is_dataclass(alternative):
         return _compile_dataclass(cast(Any, alternative), lenient)
     origin, args = typing.get_origin(alternative), typing.get_args(alternative)
+    if origin is tuple and args[-1] is not Ellipsis:
+        to_each = [compile_converter(arg, where, lenient=lenient) for arg in args]
+
+        def convert(value: Any) -> Any:
+            if len(value) != len(to_each):
+                raise ProtocolError(f"{where} has {len(value)} items, expected {len(to_each)}")
+            return tuple(to_item(item) for to_item, item in zip(to_each, value, strict=True))
+
+        return convert
     if origin in (list, tuple):
         to_element = compile_converter(args[0], where, lenient=lenient)
         return lambda value: origin(to_element(element) for element in value)

@@ -2,7 +2,7 @@
 
 A client asks a verifier to continue a prompt or a chat::
 
-    client → verifier    TextQuestion, then one bulk frame (UTF-8: the prompt or the turns)
+    client → verifier    TextQuestion, then one bulk frame (msgpack: a ``roles.serving.texts.TextRequest``)
     verifier → client    QuestionAccepted, then PieceWritten as text is written, at the end TextWritten
     verifier → client    StreamRefused instead of any of them
     client → verifier    StreamClose: cancel
@@ -63,38 +63,10 @@ MOST_MODELS, MODEL_CHARS = 16, 255
 
 
 class TextQuestion(Message, kind=69):
-    """Client to verifier: continue the prompt in the bulk frame that follows.
-
-    Attributes:
-        model: name of the verifier's model that continues it.
-        sizes, roles: bytes of each text in that frame, and its speaker's role; without roles it is one prompt.
-        max_new_tokens: 0: as many as the model's context has room for.
-        temperature, top_k, top_p: None: the model's default.
-        stop: stop strings; the text ends before the first of them.
-        speculate: whether drafters may help.
-        priority: among texts that wait for a place, those with a lower one begin first.
-    """
+    """Client to verifier: write the text that the bulk frame which follows asks for, with this model."""
 
     model: Annotated[str, Bound(1, MODEL_CHARS)]
-    sizes: Annotated[list[Annotated[int, Bound(0, MOST_BYTES)]], Bound(1, MOST_TURNS)]
-    roles: Annotated[list[str], Bound(0, MOST_TURNS)]
-    max_new_tokens: Annotated[int, Bound(0, (1 << 31) - 1)]
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    seed: int
-    stop: Annotated[list[Annotated[str, Bound(1, STOP_CHARS)]], Bound(0, MOST_STOPS)]
-    speculate: bool
-    priority: Annotated[int, Bound(-MOST_PRIORITY, MOST_PRIORITY)] = 0
-
-    def check(self) -> None:
-        if len(self.sizes) != (len(self.roles) or 1) or self.size_bytes > MOST_BYTES:
-            counts = f"{len(self.sizes)} texts of {self.size_bytes} bytes, and {len(self.roles)} turns"
-            raise ProtocolError(f"invalid question: {counts}")
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(self.sizes)
+    size_bytes: Annotated[int, Bound(1, MOST_BYTES)]
 
 
 class QuestionAccepted(Message, kind=70):
@@ -130,8 +102,7 @@ StatName = Annotated[str, Bound(pattern="[a-z][a-z0-9_]{0,39}")]
 
 
 class Draws(Declared, kw_only=True):
-    """How the tokens of a session are drawn: fields of ``p2ptrain.core.serving.Sampling``. ``biased``, ``biases``: the
-    tokens of ``logit_bias``, and their numbers."""
+    """How the tokens of a session are drawn: fields of ``p2ptrain.core.serving.Sampling``."""
 
     temperature: float
     top_k: int
@@ -141,31 +112,25 @@ class Draws(Declared, kw_only=True):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    biased: Annotated[list[int], Bound(0, MOST_BIASES)] = field(default_factory=list)
-    biases: Annotated[list[float], Bound(0, MOST_BIASES)] = field(default_factory=list)
+    logit_bias: Annotated[tuple[tuple[int, float], ...], Bound(0, MOST_BIASES)] = ()
 
     @property
     def sampling(self) -> Sampling:
-        numbers = {name: getattr(self, name) for name in _DRAWN}
-        return Sampling(**numbers, logit_bias=tuple(zip(self.biased, self.biases, strict=True)))
+        return Sampling(**{name: getattr(self, name) for name in _DRAWN})
 
     def check(self) -> None:
-        if len(self.biased) != len(self.biases):
-            raise ProtocolError(f"{len(self.biases)} biases of {len(self.biased)} tokens")
         try:
             _ = self.sampling
         except UserError as error:
             raise ProtocolError(error.message) from error
 
 
-_DRAWN = [item.name for item in fields(Sampling) if item.name not in ("vocab_size", "logit_bias")]
+_DRAWN = [item.name for item in fields(Sampling) if item.name != "vocab_size"]
 
 
 def draws_of(sampling: Sampling) -> dict[str, Any]:
     """The fields of ``Draws``."""
-    numbers = {name: getattr(sampling, name) for name in _DRAWN}
-    biased, biases = [list(each) for each in zip(*sampling.logit_bias, strict=True)] or ([], [])
-    return numbers | {"biased": biased, "biases": biases}
+    return {name: getattr(sampling, name) for name in _DRAWN}
 
 
 class DraftOpen(Draws, Message, kind=59):

@@ -12,16 +12,18 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 from p2ptrain.compute.text import Turn
 from p2ptrain.core.errors import JobFailed, P2PTrainError
 from p2ptrain.core.serving import SamplingOptions, TokenLogprob
+from wire.schema import Bound
+from wire.text_messages import MOST_PRIORITY, MOST_STOPS, MOST_TURNS, STOP_CHARS
 
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """What to write.
+    """What to write. Its bounds are for requests of peers.
 
     Attributes:
         prompt, ids, turns: the text to continue, or its token ids, or a conversation whose next turn is the
@@ -39,12 +41,12 @@ class TextRequest:
     """
 
     prompt: str = ""
-    turns: tuple[Turn, ...] = ()
-    max_new_tokens: int | None = None
+    turns: Annotated[tuple[Turn, ...], Bound(0, MOST_TURNS)] = ()
+    max_new_tokens: Annotated[int, Bound(0, (1 << 31) - 1)] | None = None
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[Annotated[str, Bound(1, STOP_CHARS)], ...], Bound(0, MOST_STOPS)] = ()
     speculate: bool = True
-    priority: int = 0
+    priority: Annotated[int, Bound(-MOST_PRIORITY, MOST_PRIORITY)] = 0
     ids: tuple[int, ...] = ()
     tools: str = ""
     stop_ids: tuple[int, ...] = ()

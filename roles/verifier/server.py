@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import accumulate
+from dataclasses import asdict
 
-from p2ptrain.compute.text import Turn
+import msgpack
+
 from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import (
     ConfigError,
@@ -26,14 +27,15 @@ from p2ptrain.core.errors import (
     StorageError,
     UserError,
 )
-from p2ptrain.core.serving import SamplingOptions
 from p2ptrain.core.texts import printable, shortened
 from roles.background import Background
 from roles.line import QUIET_S, Line
 from roles.serving.texts import TextRequest, TextService, Writing, report_defect
 from wire import text_messages as wire
+from wire.codec import unpack_untrusted
 from wire.connection import Connection
 from wire.messages import Hello, Message, RefusalCode
+from wire.schema import instance_untrusted
 from wire.text_messages import MOST_BYTES, MOST_STOPS, MOST_TURNS, STOP_CHARS
 
 MOST_ASKED = 16
@@ -76,7 +78,7 @@ class _Caller:
                 if stream in self._asked:
                     raise ProtocolError(f"question {stream} was sent twice")
                 data = await self._line.receive_bulk(message.size_bytes, stream=stream)
-                request = request_untrusted(message, data)
+                request = request_untrusted(data)
                 if len(self._asked) >= MOST_ASKED:
                     text = f"this connection already has {MOST_ASKED} questions"
                     error = Refused(RefusalCode.BUSY, text, remedy="wait for an answer")
@@ -139,53 +141,26 @@ _CODES: dict[str, type[P2PTrainError]] = {
 
 def encode_question(model: str, request: TextRequest) -> tuple[wire.TextQuestion, bytes]:
     """Encode a request of a model. Raises ``UserError``: it exceeds the limits."""
-    texts = [turn.text.encode() for turn in request.turns] or [request.prompt.encode()]
-    if (size_bytes := sum(map(len, texts))) > MOST_BYTES or len(texts) > MOST_TURNS:
-        raise UserError(
-            f"the question has {size_bytes} bytes in {len(texts)} parts",
-            remedy=f"shorten it: at most {MOST_BYTES >> 20} MiB in {MOST_TURNS} parts",
-        )
-    if len(request.stop) > MOST_STOPS or any(len(text) > STOP_CHARS for text in request.stop):
-        raise UserError(f"more than {MOST_STOPS} stop strings, or over {STOP_CHARS} characters", remedy="give fewer")
-    wanted = request.sampling
-    ask = wire.TextQuestion(
-        model=model,
-        sizes=[len(text) for text in texts],
-        roles=[turn.role for turn in request.turns],
-        max_new_tokens=request.max_new_tokens or 0,
-        temperature=wanted.temperature,
-        top_k=wanted.top_k,
-        top_p=wanted.top_p,
-        seed=wanted.seed,
-        stop=list(request.stop),
-        speculate=request.speculate,
-        priority=request.priority,
-    )
-    data = b"".join(texts)
-    if request_untrusted(ask, data) != request:
-        text = "the request has settings that only a verifier's HTTP endpoint takes"
-        raise UserError(text, remedy="leave out token ids, tools, penalties, log-probabilities and grammars")
-    return ask, data
-
-
-def request_untrusted(ask: wire.TextQuestion, data: bytes | bytearray) -> TextRequest:
-    """Decode a question. ``data`` has ``ask.size_bytes`` bytes. Raises ``ProtocolError``: no client sends it."""
+    data: bytes = msgpack.packb(asdict(request))
     try:
-        sampling = SamplingOptions(ask.temperature, ask.top_k, ask.top_p, ask.seed)
-        stops = list(accumulate(ask.sizes))
-        texts = [data[stop - size_bytes : stop].decode() for size_bytes, stop in zip(ask.sizes, stops, strict=True)]
-    except (UserError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"invalid question: {shortened(str(error), 200)}") from error
-    turns = tuple(Turn(role[:40], text) for role, text in zip(ask.roles, texts, strict=False))
-    return TextRequest(
-        prompt="" if turns else texts[0],
-        turns=turns,
-        max_new_tokens=ask.max_new_tokens or None,
-        sampling=sampling,
-        stop=tuple(ask.stop),
-        speculate=ask.speculate,
-        priority=ask.priority,
-    )
+        if len(data) > MOST_BYTES:
+            raise ProtocolError(f"it has {len(data)} bytes")
+        request_untrusted(data)
+    except ProtocolError as problem:
+        limits = f"{MOST_BYTES >> 20} MiB, {MOST_TURNS} turns and {MOST_STOPS} stop strings of {STOP_CHARS} characters"
+        raise UserError(f"the question is not valid: {problem.message}", remedy=f"ask for less: {limits}") from None
+    return wire.TextQuestion(model, len(data)), data
+
+
+def request_untrusted(data: bytes | bytearray) -> TextRequest:
+    """Decode a question. Raises ``ProtocolError``: no client sends it."""
+    try:
+        request = instance_untrusted(TextRequest, unpack_untrusted(data, most_bytes=MOST_BYTES))
+    except UserError as error:
+        raise ProtocolError(f"invalid question: {error.message}") from error
+    if request.tools or request.grammar or request.logprobs is not None:
+        raise ProtocolError("tools, grammars and log-probabilities are for HTTP only")
+    return request
 
 
 def encode_refusal(error: P2PTrainError) -> wire.StreamRefused:

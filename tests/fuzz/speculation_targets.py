@@ -75,8 +75,7 @@ _OPENINGS = made(
     repetition_penalty=st.sampled_from([1.0, 1.2]),
     presence_penalty=st.just(0.0),
     frequency_penalty=st.sampled_from([0.0, 0.5]),
-    biased=st.lists(st.integers(0, 9), max_size=1),
-    biases=st.lists(st.just(1.0), max_size=1),
+    logit_bias=st.lists(st.tuples(st.integers(0, 9), st.just(1.0)), max_size=1).map(tuple),
     depth=st.integers(0, 20),
     silence_s=st.sampled_from([0.5, 2.0]),
 )

@@ -109,6 +109,8 @@ def _of_alternative(alternative: Any, bound: Bound | None, valid: bool) -> st.Se
     if dataclasses.is_dataclass(alternative):
         return made(alternative, valid=valid)
     origin, args = typing.get_origin(alternative), typing.get_args(alternative)
+    if origin is tuple and args[-1] is not Ellipsis:
+        return st.tuples(*(of(item, valid=valid) for item in args))
     if origin is tuple:
         return _of_alternative(list[args[0]], bound, valid).map(tuple)  # type: ignore[valid-type]
     items = [of(item, valid=valid) for item in args]
@@ -175,6 +177,8 @@ def _conforms(value: Any, alternative: Any) -> bool:
             conforms(getattr(value, item.name), hints[item.name]) for item in fields
         )
     origin, args = typing.get_origin(alternative), typing.get_args(alternative)
+    if origin is tuple and args[-1] is not Ellipsis:
+        return type(value) is tuple and all(map(conforms, value, args))
     if origin in (list, tuple):
         return type(value) is origin and all(conforms(each, args[0]) for each in value)
     if origin is dict:

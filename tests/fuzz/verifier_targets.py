@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import asdict
 
+import msgpack
 from hypothesis import strategies as st
 
+from p2ptrain.compute.text import Turn
 from p2ptrain.core.errors import P2PTrainError
+from p2ptrain.core.serving import SamplingOptions
 from p2ptrain.core.world import real_world
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.serving.texts import TextRequest
@@ -19,8 +22,7 @@ from wire.connection import Connection
 from wire.handshake import local_welcome, serve
 from wire.messages import Hello, KeepAlive, Message, Welcome
 from wire.records import ServingInfo
-from wire.schema import instance_untrusted
-from wire.text_messages import MOST_BYTES, MOST_STOPS, MOST_TURNS
+from wire.text_messages import MOST_STOPS, MOST_TURNS
 
 from .engine import send_if_valid, target
 from .strategies import REAL, TEXT, WHOLE, made, mostly
@@ -30,38 +32,42 @@ PORT = 5000
 # ----------------------------------------------------------------------------------------------------------- questions
 
 _FEW = mostly(st.integers(0, 9), WHOLE)
-_ASK = made(
-    wire.TextQuestion,
-    sizes=st.lists(_FEW, min_size=1, max_size=3) | st.lists(st.just(MOST_BYTES // 2), max_size=3) | st.just([0] * 4000),
-    roles=st.just([]) | st.lists(st.sampled_from(["user", "assistant", "system", "x" * 99]), max_size=3),
-    max_new_tokens=_FEW,
-    temperature=st.none() | mostly(st.sampled_from([0.0, 0.7]), REAL),
-    top_k=st.none() | _FEW,
-    top_p=st.none() | mostly(st.just(1.0), REAL),
-    seed=_FEW,
-    stop=st.lists(TEXT, max_size=2) | st.just(["x"] * 17),
-    speculate=st.booleans(),
-    priority=_FEW,
-)
+_SAMPLING = st.fixed_dictionaries(
+    {
+        "temperature": st.none() | mostly(st.sampled_from([0.0, 0.7]), REAL),
+        "top_k": st.none() | _FEW,
+        "top_p": st.none() | mostly(st.just(1.0), REAL),
+        "seed": _FEW,
+        "logit_bias": st.lists(st.lists(_FEW, max_size=3), max_size=2),
+    }
+).map(lambda changed: asdict(SamplingOptions()) | changed)
+_TURN = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "x" * 99]), "text": TEXT})
+_ASK = st.fixed_dictionaries(
+    {
+        "prompt": TEXT | st.just("é€😀" * 1000),
+        "turns": st.lists(_TURN.map(lambda turn: asdict(Turn("", "")) | turn), max_size=3) | st.just([{}] * 4000),
+        "max_new_tokens": st.none() | _FEW,
+        "sampling": mostly(_SAMPLING, TEXT),
+        "stop": st.lists(TEXT, max_size=2) | st.just(["x"] * 17),
+        "priority": _FEW,
+        "grammar": mostly(st.just(""), TEXT),
+        "logprobs": mostly(st.none(), _FEW),
+    }
+).map(lambda changed: asdict(TextRequest()) | changed)
 
 
 @target(
     "questions",
-    st.tuples(_ASK, st.binary(max_size=8) | st.just("é€😀".encode())),
+    st.binary(max_size=20) | _ASK.map(lambda asked: msgpack.packb(asked)),
     "roles.verifier.server.request_untrusted",
-    peak_bytes=40 << 20,  # a question of 4 MiB, its letters four bytes each, and cut once
+    peak_bytes=40 << 20,
 )
-def _check_question(case: tuple[wire.TextQuestion, bytes]) -> None:
-    ask, filler = case
-    ask = instance_untrusted(wire.TextQuestion, asdict(ask))
-    size_bytes = ask.size_bytes
-    assert 0 <= size_bytes <= MOST_BYTES
-    data = (filler * (size_bytes // max(1, len(filler)) + 1))[:size_bytes].ljust(size_bytes, b" ")
-    wish = request_untrusted(ask, data)
+def _check_question(data: bytes) -> None:
+    wish = request_untrusted(data)
     assert isinstance(wish, TextRequest)
     assert len(wish.turns) <= MOST_TURNS
     assert len(wish.stop) <= MOST_STOPS
-    assert not (wish.prompt and wish.turns)
+    assert 0 <= (wish.max_new_tokens or 0) < 1 << 31
 
 
 _AT = ServingInfo(id="v1/m", peer="v1", name="big one", role="verifier", host="there", port=PORT, model="m", context=64)

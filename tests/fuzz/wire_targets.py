@@ -166,7 +166,7 @@ def _pack(value: Any) -> bytes:
     "messages-handshake",
     st.one_of([_bodies(kind) for kind in MESSAGE_TYPES if kind <= LAST_HANDSHAKE_KIND]),
     "wire.codec.decode_untrusted",
-    "wire.codec._unpack_untrusted",
+    "wire.codec.unpack_untrusted",
     peak_bytes=1 << 20,
 )
 @target(
@@ -174,7 +174,7 @@ def _pack(value: Any) -> bytes:
     st.one_of([_bodies(kind) for kind in MESSAGE_TYPES if kind > LAST_HANDSHAKE_KIND])
     | st.tuples(st.integers(0, 255).filter(lambda kind: kind not in KINDS), st.binary(max_size=20)),
     "wire.codec.decode_untrusted",
-    "wire.codec._unpack_untrusted",
+    "wire.codec.unpack_untrusted",
     peak_bytes=40 << 20,  # lists that claim 4096 items, a thousand deep: given back within the call
 )
 @target(

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 
 from p2ptrain.compute.text import Turn
@@ -45,7 +46,6 @@ from wire.connection import Connection
 from wire.handshake import dial, local_hello, local_welcome, serve
 from wire.messages import Hello, Message, Request, Welcome
 from wire.records import ServingInfo
-from wire.schema import instance_untrusted
 from wire.text_messages import MOST_BYTES
 
 pytestmark = pytest.mark.virtual_time
@@ -290,13 +290,9 @@ async def test_a_verifier_that_is_lost_in_mid_text(tmp_path: Path) -> None:
         await client.close()
 
 
-def _bulk(stream: int, data: bytes) -> Callable[[Connection], None]:
-    return lambda connection: connection.send_bulk(memoryview(data), generation=0, stream=stream)
-
-
 def test_priority_and_time_to_try_again_reach_the_other_side() -> None:
     ask, data = encode_question("stand-in", wish(4, priority=-3))
-    assert request_untrusted(instance_untrusted(wire.TextQuestion, asdict(ask)), data).priority == -3
+    assert (ask.size_bytes, request_untrusted(data).priority) == (len(data), -3)
     told = error_untrusted(encode_refusal(Refused("busy", "too busy", retry_after_s=17)), "v")
     assert isinstance(told, Refused)
     assert told.retry_after_s == 17
@@ -306,46 +302,44 @@ def _says(message: Message, stream: int = 1) -> Callable[[Connection], None]:
     return lambda connection: connection.send(message, stream=stream)
 
 
-def _ask(**changed: Any) -> wire.TextQuestion:
-    plain: dict[str, Any] = {
-        "model": "stand-in",
-        "sizes": [1],
-        "roles": [],
-        "max_new_tokens": 5,
-        "temperature": None,
-        "top_k": None,
-        "top_p": None,
-        "seed": 0,
-        "stop": [],
-        "speculate": True,
-    }
-    return wire.TextQuestion(**(plain | changed))
+def _asks(data: bytes) -> Callable[[Connection], None]:
+    def send(connection: Connection) -> None:
+        connection.send(wire.TextQuestion("stand-in", len(data)), stream=1)
+        connection.send_bulk(memoryview(data), generation=0, stream=1)
+
+    return send
+
+
+def _question(**changed: Any) -> bytes:
+    packed: bytes = msgpack.packb(asdict(wish()) | changed)
+    return packed
 
 
 @pytest.mark.parametrize(
     "changed",
     [
-        {"sizes": [MOST_BYTES + 1]},
-        {"sizes": [MOST_BYTES, 1], "roles": ["user", "user"]},
-        {"sizes": [-1, 5], "roles": ["user", "user"]},
-        {"sizes": [1, 1]},
-        {"sizes": []},
-        {"roles": ["user", "user"]},
-        {"stop": ["x"] * 17},
+        {"prompt": "x" * MOST_BYTES},
+        {"turns": (Turn("user", "x"),) * 1025},
+        {"stop": ("x",) * 17},
+        {"stop": ("",)},
+        {"max_new_tokens": -1},
+        {"grammar": "start: /x/"},
+        {"logprobs": 1},
     ],
 )
 def test_a_question_beyond_the_limits_is_not_sent(changed: dict[str, Any]) -> None:
-    with pytest.raises(ProtocolError):
-        instance_untrusted(wire.TextQuestion, asdict(_ask(**changed)))
+    with pytest.raises(UserError, match="the question is not valid"):
+        encode_question("stand-in", replace(wish(), **changed))
 
 
 @pytest.mark.parametrize(
     "acts",
     [
         [_says(Request(1, "peers.list", {}))],
-        [_says(_ask(sizes=[2])), _bulk(1, b"\xff\xfe")],
-        [_says(_ask(temperature=float("nan"))), _bulk(1, b"a")],
-        [_says(_ask(max_new_tokens=500)), _bulk(1, b"a"), _says(_ask()), _bulk(1, b"a")],
+        [_asks(b"\xff\xfe")],
+        [_asks(_question(prompt=5))],
+        [_asks(_question(sampling=asdict(SamplingOptions()) | {"temperature": float("nan")}))],
+        [_asks(_question(max_new_tokens=500)), _asks(_question())],
     ],
 )
 async def test_invalid_messages_end_the_connection(tmp_path: Path, acts: list[Callable[[Connection], None]]) -> None:
