@@ -29,8 +29,19 @@ from __future__ import annotations
 from dataclasses import field, fields
 from typing import Annotated, Any
 
-from p2ptrain.core.errors import ProtocolError, UserError
+from p2ptrain.core.errors import (
+    ConfigError,
+    JobFailed,
+    NetworkError,
+    P2PTrainError,
+    ProtocolError,
+    Refused,
+    ResourceError,
+    StorageError,
+    UserError,
+)
 from p2ptrain.core.serving import MOST_BIASES, Sampling
+from p2ptrain.core.texts import printable, shortened
 from wire.chain_messages import MAX_POSITIONS, Positions
 from wire.messages import Message, Silence
 from wire.schema import Amount, Bound, ContentIdOrNone, Count, Declared, Figure, Host, Id, Port, Share
@@ -47,6 +58,36 @@ class StreamRefused(Message, kind=71):
     reason: str
     remedy: str = ""
     retry_after_s: Annotated[int, Bound(0, 86400)] = 0
+
+
+_CODES: dict[str, type[P2PTrainError]] = {
+    "bad-request": UserError,
+    "wrong-settings": ConfigError,
+    "no-memory": ResourceError,
+    "damaged": StorageError,
+    "lost-a-stage": NetworkError,
+    "failed": JobFailed,
+    "protocol-error": ProtocolError,
+}
+"""Code → class. If an error has several of these classes, the last one counts, so subclasses come last."""
+
+
+def encode_refusal(error: P2PTrainError) -> StreamRefused:
+    code = error.code if isinstance(error, Refused) else "failed"
+    for name, kind in _CODES.items():
+        if isinstance(error, kind):
+            code = name
+    after_s = error.retry_after_s if isinstance(error, Refused) else 0
+    return StreamRefused(shortened(code, 64), shortened(error.message), shortened(error.remedy), after_s)
+
+
+def error_untrusted(message: StreamRefused, who: str = "", more: str = "") -> P2PTrainError:
+    """A refusal as an error for people. ``more``: text to add. Never raises."""
+    text, remedy = f"{who}: " * bool(who) + printable(message.reason) + more, printable(message.remedy)
+    kind = _CODES.get(message.code)
+    if kind is None or kind is ProtocolError:
+        return Refused(printable(message.code, 64), text, remedy=remedy, retry_after_s=message.retry_after_s)
+    return kind(text, remedy=remedy)
 
 
 class StreamClose(Message, kind=74):

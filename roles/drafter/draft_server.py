@@ -17,11 +17,10 @@ from dataclasses import dataclass, field, replace
 from p2ptrain.core.activations import ID_BYTES, encode_ids
 from p2ptrain.core.errors import ConnectionLost, JobFailed, NetworkError, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.serving import Sampling
-from p2ptrain.core.texts import printable, shortened
+from p2ptrain.core.texts import printable
 from p2ptrain.core.world import World
 from roles.background import Background
 from roles.drafter.drafting import (
-    ENGINE,
     OTHER_TOKENIZER,
     TOO_LONG,
     DraftedText,
@@ -36,7 +35,7 @@ from roles.serving.local_model import LocalModel, LocalSession
 from roles.serving.model import PassRequest
 from wire.connection import Connection, Received
 from wire.messages import Hello, Message, RefusalCode, Refuse, Request, Response
-from wire.text_messages import DraftOpen, DraftReady, Drafts, Serving, StreamClose, StreamRefused, Verdict
+from wire.text_messages import DraftOpen, DraftReady, Drafts, Serving, StreamClose, Verdict, encode_refusal
 
 PURPOSES = frozenset({"draft"})
 MAX_CALLERS = 64
@@ -194,9 +193,7 @@ class DraftServer:
 
     def _give_up(self, session: _Session, problem: P2PTrainError) -> None:
         if session in self._sessions:
-            code = problem.code if isinstance(problem, Refused) else ENGINE
-            refused = StreamRefused(code, shortened(problem.message), shortened(problem.remedy))
-            session.caller.send(refused, stream=session.stream)
+            session.caller.send(encode_refusal(problem), stream=session.stream)
             self._close(session)
 
     def _close(self, session: _Session) -> None:

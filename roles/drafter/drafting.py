@@ -18,13 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from p2ptrain.core.activations import ID_BYTES, decode_ids
-from p2ptrain.core.errors import ProtocolError, Refused
-from p2ptrain.core.texts import printable
+from p2ptrain.core.errors import ProtocolError
 from roles.serving.model import PassRequest
 from wire.chain_messages import MAX_REQUEST_POSITIONS
-from wire.text_messages import StreamRefused, Verdict
+from wire.text_messages import Verdict
 
-OTHER_TOKENIZER, TOO_LONG, ENGINE = "other-tokenizer", "too-long", "engine"
+OTHER_TOKENIZER, TOO_LONG = "other-tokenizer", "too-long"
 """Codes of ``StreamRefused``, beside those of ``Refused``."""
 GROUP = 2
 """Drafts that are sent together: a message costs more than a token."""
@@ -181,8 +180,3 @@ def verdict_untrusted(message: Verdict, number: int, *, verified: int, vocab_siz
     """
     tokens = ids_untrusted(message.tokens, vocab_size=vocab_size)
     return DraftVerdict(number, verified + message.right, tokens, message.depth)
-
-
-def refused_untrusted(message: StreamRefused) -> Refused:
-    """A drafter's refusal, made printable. Never raises."""
-    return Refused(printable(message.code, 64), printable(message.reason), remedy=printable(message.remedy))

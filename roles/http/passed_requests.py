@@ -14,14 +14,13 @@ from urllib.parse import unquote
 from starlette.types import ASGIApp, Scope
 from starlette.types import Message as Event
 
-from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, ProtocolError, Refused
-from p2ptrain.core.texts import printable, shortened
+from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, ProtocolError
 from roles.http.answers import tell, while_wanted
 from roles.line import Line
 from wire.connection import Connection
 from wire.http_messages import HEADER_CHARS, PART_BYTES, HttpPart, HttpRequest
 from wire.messages import Hello, Message
-from wire.text_messages import StreamRefused
+from wire.text_messages import StreamRefused, encode_refusal, error_untrusted
 
 PART_S = 3600.0
 """Longest wait for a part of an answer, of a verifier that lives: a long text that is not streamed is one part."""
@@ -58,7 +57,7 @@ async def _next_untrusted(line: Line, *, is_first: bool) -> HttpPart:
     except TimeoutError:
         raise DeadlineExceeded(f"it wrote nothing for {PART_S:.0f} s") from None
     if isinstance(message, StreamRefused):
-        raise Refused(printable(message.code, 64), printable(message.reason), remedy=printable(message.remedy))
+        raise error_untrusted(message)
     if not isinstance(message, HttpPart) or (message.status >= 200) != is_first:
         raise ProtocolError(f"it sent {type(message).__name__} where {'the first ' * is_first}HttpPart was due")
     return message
@@ -111,8 +110,7 @@ class _Reply:
         except Exception as defect:  # of this program: the client must not wait  # noqa: BLE001
             tell(defect)
         if not self.is_over:
-            code = problem.code if isinstance(problem, Refused) else "failed"
-            await self._put(StreamRefused(code[:64], shortened(problem.message), shortened(problem.remedy)))
+            await self._put(encode_refusal(problem))
 
     async def _send(self, event: Event) -> None:
         if event["type"] == "http.response.start":

@@ -16,7 +16,7 @@ from roles.background import Background
 from roles.line import QUIET_S, Line
 from roles.serving.texts import TextPiece, TextRequest, Writing
 from roles.serving.worker_peer import ClientContext, WorkerAddress
-from roles.verifier.server import encode_question, error_untrusted
+from roles.verifier.server import encode_question
 from wire import text_messages as wire
 from wire.connection import Connection, Received
 from wire.records import ServingInfo
@@ -182,7 +182,7 @@ class RemoteText(Writing):
                 self._began, self.ended, self._stats = True, ended, _plain(stats)
             case wire.StreamRefused():
                 so_far = f" (after {self.count} tokens of the text)" if self._began else ""
-                self.fail(error_untrusted(message, self._client.verifier.name, so_far))
+                self.fail(wire.error_untrusted(message, self._client.verifier.name, so_far))
         self._news.set()
 
 

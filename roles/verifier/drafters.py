@@ -21,7 +21,7 @@ from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, Pr
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.texts import printable
 from roles.background import Background
-from roles.drafter.drafting import DraftVerdict, ids_untrusted, refused_untrusted
+from roles.drafter.drafting import DraftVerdict, ids_untrusted
 from roles.gauges import MovingAverage
 from roles.line import QUIET_S, Line
 from roles.serving.model import PassOutcome, PassResult
@@ -43,6 +43,7 @@ from wire.text_messages import (
     StreamRefused,
     Verdict,
     draws_of,
+    error_untrusted,
 )
 
 FIRST_WAIT_S = 0.5
@@ -247,7 +248,7 @@ class DrafterLink:
                 tokens = ids_untrusted(message.tokens, vocab_size=self._drafters.vocab_size)
                 session.text.take_drafts(received.generation, position, tokens)
             case StreamRefused():
-                self._report_problem(refused_untrusted(message))
+                self._report_problem(error_untrusted(message))
                 self.lose(session)
 
 

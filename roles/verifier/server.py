@@ -15,19 +15,13 @@ import msgpack
 
 from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import (
-    ConfigError,
     ConnectionLost,
     DeadlineExceeded,
-    JobFailed,
-    NetworkError,
     P2PTrainError,
     ProtocolError,
     Refused,
-    ResourceError,
-    StorageError,
     UserError,
 )
-from p2ptrain.core.texts import printable, shortened
 from roles.background import Background
 from roles.line import QUIET_S, Line
 from roles.serving.texts import TextRequest, TextService, Writing, report_defect
@@ -82,7 +76,7 @@ class _Caller:
                 if len(self._asked) >= MOST_ASKED:
                     text = f"this connection already has {MOST_ASKED} questions"
                     error = Refused(RefusalCode.BUSY, text, remedy="wait for an answer")
-                    self._connection.send(encode_refusal(error), stream=stream)  # ``listen`` handles a lost connection
+                    self._connection.send(wire.encode_refusal(error), stream=stream)  # ``listen`` sees a lost one
                     return
                 answer = self._answer(stream, message.model, request)
                 self._asked[stream] = self.tasks.start(answer, f"question {stream}")
@@ -104,9 +98,9 @@ class _Caller:
             await self._send_all(stream, writing)
             last = wire.TextWritten(writing.ended, writing.stats())
         except P2PTrainError as error:
-            last = encode_refusal(error)
+            last = wire.encode_refusal(error)
         except Exception as mistake:  # a defect of this program: the client must not wait  # noqa: BLE001
-            last = encode_refusal(report_defect(mistake))
+            last = wire.encode_refusal(report_defect(mistake))
         finally:
             if writing is not None:
                 await writing.close()
@@ -125,18 +119,6 @@ class _Caller:
                 except DeadlineExceeded as problem:
                     self._connection.abort(problem)
                     raise
-
-
-_CODES: dict[str, type[P2PTrainError]] = {
-    "bad-request": UserError,
-    "wrong-settings": ConfigError,
-    "no-memory": ResourceError,
-    "damaged": StorageError,
-    "lost-a-stage": NetworkError,
-    "failed": JobFailed,
-    "protocol-error": ProtocolError,
-}
-"""Code → class. If an error has several of these classes, the last one counts, so subclasses come last."""
 
 
 def encode_question(model: str, request: TextRequest) -> tuple[wire.TextQuestion, bytes]:
@@ -161,21 +143,3 @@ def request_untrusted(data: bytes | bytearray) -> TextRequest:
     if request.tools or request.grammar or request.logprobs is not None:
         raise ProtocolError("tools, grammars and log-probabilities are for HTTP only")
     return request
-
-
-def encode_refusal(error: P2PTrainError) -> wire.StreamRefused:
-    code = error.code if isinstance(error, Refused) else "failed"
-    for name, kind in _CODES.items():
-        if isinstance(error, kind):
-            code = name
-    after_s = error.retry_after_s if isinstance(error, Refused) else 0
-    return wire.StreamRefused(shortened(code, 64), shortened(error.message), shortened(error.remedy), after_s)
-
-
-def error_untrusted(message: wire.StreamRefused, who: str, more: str = "") -> P2PTrainError:
-    """A verifier's refusal as an error for people. ``more``: text to add. Never raises."""
-    text, remedy = f"{who}: {printable(message.reason)}{more}", printable(message.remedy)
-    kind = _CODES.get(message.code)
-    if kind is None or kind is ProtocolError:
-        return Refused(printable(message.code, 64), text, remedy=remedy, retry_after_s=message.retry_after_s)
-    return kind(text, remedy=remedy)

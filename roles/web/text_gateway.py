@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,7 +18,6 @@ from functools import partial
 from typing import Any
 from urllib.parse import quote
 
-from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -55,29 +55,16 @@ _BUSY = (429, 503)
 """Statuses with which another verifier is asked: this one is busy, leaves, or has lost its workers."""
 
 
-class Beginning(BaseModel):
-    """What the seed reads of a body; its verifier checks the rest."""
-
-    model: str = ""
-    system: Any = None
-    instructions: Any = None
-    messages: Any = None
-    input: Any = None
-    prompt: Any = None
-
-    def digest(self) -> bytes:
-        """Of the model and the first two messages, or the first 1024 characters of a prompt."""
-        parts = [self.messages, self.input, self.prompt]
-        first = [part[:2] if isinstance(part, list) else str(part)[:1024] for part in parts]
-        return hashlib.blake2b(repr([self.model, self.system, self.instructions, first]).encode()).digest()
-
-
-def read_beginning(body: bytes) -> Beginning:
-    """Read the beginning. A body that has none, or is no JSON, is for any verifier to refuse."""
+def read_beginning(body: bytes) -> tuple[str, bytes]:
+    """The model that a body names, and a digest of it with the first two messages, or the first 1024 characters of a
+    prompt. A body that has neither, or is no JSON, is for any verifier to refuse."""
     try:
-        return Beginning.model_validate_json(body or b"{}")
-    except ValidationError:
-        return Beginning()
+        fields = json.loads(body or b"{}")
+        values = [fields.get(name) for name in ("model", "system", "instructions", "messages", "input", "prompt")]
+    except (ValueError, RecursionError, AttributeError):
+        values = [""]
+    first = [value[:2] if isinstance(value, list) else str(value)[:1024] for value in values]
+    return values[0] if isinstance(values[0], str) else "", hashlib.blake2b(repr(first).encode()).digest()
 
 
 class TextGateway:
@@ -118,8 +105,8 @@ class TextGateway:
 
     async def _pass_on(self, request: Request) -> Delivery:
         body = await read_body(request, MOST_HTTP_BYTES)
-        beginning = await asyncio.to_thread(read_beginning, body)
-        having = self._having(beginning.model)
+        model, beginning = await asyncio.to_thread(read_beginning, body)
+        having = self._having(model)
         ready = {info.peer: info for info in having if info.is_ready}
         if not ready:
             raise _loading(having)
@@ -129,8 +116,8 @@ class TextGateway:
         if len(target) > TARGET_CHARS:
             raise Problem(414, f"the path and the query have more than {TARGET_CHARS} characters", code="invalid_value")
         headers = pick_headers(request.headers, ASKED_HEADERS)
-        asked = HttpRequest(request.method, target, headers, len(body), having[0].model if beginning.model else "")
-        chosen = order_verifiers(list(ready.values()), self._load, beginning.digest())
+        asked = HttpRequest(request.method, target, headers, len(body), having[0].model if model else "")
+        chosen = order_verifiers(list(ready.values()), self._load, beginning)
         return Delivery(partial(self._ask_in_turn, chosen, asked, body), self.stopping, partial(_error_event, target))
 
     async def _ask_in_turn(self, chosen: Sequence[ServingInfo], asked: HttpRequest, body: bytes, send: Send) -> None:

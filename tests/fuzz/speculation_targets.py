@@ -16,7 +16,6 @@ from p2ptrain.lab.memory import MemoryNetwork
 from roles.drafter.drafting import (
     DraftVerdict,
     ids_untrusted,
-    refused_untrusted,
     verdict_untrusted,
 )
 from roles.verifier.drafters import Drafters
@@ -48,6 +47,7 @@ from wire.text_messages import (
     StreamRefused,
     Verdict,
     draws_of,
+    error_untrusted,
 )
 
 from .engine import send_if_valid, target
@@ -90,7 +90,7 @@ _NUMBERS = st.integers(0, 5) | WHOLE.filter(lambda number: 0 <= number < 1 << 64
     st.tuples(_OPENINGS | _DRAFTS | _VERDICTS | made(DraftReady) | _REFUSALS, _NUMBERS),
     "roles.drafter.drafting.verdict_untrusted",
     "roles.drafter.drafting.ids_untrusted",
-    "roles.drafter.drafting.refused_untrusted",
+    "wire.text_messages.error_untrusted",
     weight=60,
 )
 def _check_words(case: tuple[Message, int]) -> None:
@@ -112,8 +112,8 @@ def _check_words(case: tuple[Message, int]) -> None:
         case DraftReady():
             assert 0 <= message.step_ms < 1e8
         case StreamRefused():
-            refused = refused_untrusted(message)
-            assert (refused.code + refused.message + refused.remedy).isprintable()
+            refused = error_untrusted(message)
+            assert (refused.message + refused.remedy).isprintable()
 
 
 # ----------------------------------------------------------------------------------------------------- a whole drafter

@@ -97,7 +97,7 @@ _ANSWERS = st.lists(
     st.tuples(_BEGUN, _ANSWERS).map(lambda both: [*both[0], *both[1]]),
     "roles.verifier.client.VerifierClient._take_untrusted",
     "roles.verifier.client.RemoteText.take_untrusted",
-    "roles.verifier.server.error_untrusted",
+    "wire.text_messages.error_untrusted",
     peak_bytes=8 << 20,
     weight=30,
 )

@@ -34,8 +34,6 @@ from roles.verifier.client import RemoteText, VerifierClient
 from roles.verifier.server import (
     MOST_ASKED,
     encode_question,
-    encode_refusal,
-    error_untrusted,
     request_untrusted,
     serve_texts,
 )
@@ -293,7 +291,7 @@ async def test_a_verifier_that_is_lost_in_mid_text(tmp_path: Path) -> None:
 def test_priority_and_time_to_try_again_reach_the_other_side() -> None:
     ask, data = encode_question("stand-in", wish(4, priority=-3))
     assert (ask.size_bytes, request_untrusted(data).priority) == (len(data), -3)
-    told = error_untrusted(encode_refusal(Refused("busy", "too busy", retry_after_s=17)), "v")
+    told = wire.error_untrusted(wire.encode_refusal(Refused("busy", "too busy", retry_after_s=17)), "v")
     assert isinstance(told, Refused)
     assert told.retry_after_s == 17
 

@@ -343,7 +343,7 @@ async def test_only_the_seed_passes_requests_on_also_to_a_verifier_behind_a_rout
 def _digest(body: dict[str, Any]) -> bytes:
     from roles.web.text_gateway import read_beginning
 
-    return read_beginning(json.dumps(body).encode()).digest()
+    return read_beginning(json.dumps(body).encode())[1]
 
 
 def info(name: str) -> ServingInfo:
