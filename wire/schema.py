@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, ClassVar, Self, TypeVar, cast
 
-from p2ptrain.core.errors import ProtocolError
+from p2ptrain.core.errors import ProtocolError, UserError
 from p2ptrain.core.ids import ID_PATTERN
 
 T = TypeVar("T")
@@ -129,7 +129,11 @@ def _compile_dataclass(cls: Any, lenient: bool) -> Converter:
             raise ProtocolError(f"{cls.__name__} lacks {min(missing)!r}")
         if not lenient and (unknown := source.keys() - converters.keys()):
             raise ProtocolError(f"{cls.__name__} has an unknown field {min(unknown)[:40]!r}")
-        instance = cls(**{name: to_field(source[name]) for name, to_field in converters.items() if name in source})
+        values = {name: to_field(source[name]) for name, to_field in converters.items() if name in source}
+        try:
+            instance = cls(**values)
+        except UserError as error:  # of a type that also people make
+            raise ProtocolError(f"{cls.__name__}: {error.message}") from error
         if check_instance is not None:
             check_instance(instance)
         return instance

@@ -26,7 +26,7 @@ Token ids are int32, little-endian.
 
 from __future__ import annotations
 
-from dataclasses import field, fields
+from dataclasses import field
 from typing import Annotated, Any
 
 from p2ptrain.core.errors import (
@@ -40,7 +40,7 @@ from p2ptrain.core.errors import (
     StorageError,
     UserError,
 )
-from p2ptrain.core.serving import MOST_BIASES, Sampling
+from p2ptrain.core.serving import Sampling
 from p2ptrain.core.texts import printable, shortened
 from wire.chain_messages import MAX_POSITIONS, Positions
 from wire.messages import Message, Silence
@@ -142,39 +142,7 @@ Depth = Annotated[int, Bound(0, MAX_DEPTH)]
 StatName = Annotated[str, Bound(pattern="[a-z][a-z0-9_]{0,39}")]
 
 
-class Draws(Declared, kw_only=True):
-    """How the tokens of a session are drawn: fields of ``p2ptrain.core.serving.Sampling``."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Annotated[tuple[tuple[int, float], ...], Bound(0, MOST_BIASES)] = ()
-
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(**{name: getattr(self, name) for name in _DRAWN})
-
-    def check(self) -> None:
-        try:
-            _ = self.sampling
-        except UserError as error:
-            raise ProtocolError(error.message) from error
-
-
-_DRAWN = [item.name for item in fields(Sampling) if item.name != "vocab_size"]
-
-
-def draws_of(sampling: Sampling) -> dict[str, Any]:
-    """The fields of ``Draws``."""
-    return {name: getattr(sampling, name) for name in _DRAWN}
-
-
-class DraftOpen(Draws, Message, kind=59):
+class DraftOpen(Message, kind=59):
     """Verifier to drafter: open a session. The bulk frame that follows has its ids so far (int32, little-endian).
 
     Attributes:
@@ -183,6 +151,7 @@ class DraftOpen(Draws, Message, kind=59):
         vocab_size, tokenizer: of the verifier's model, as ids must mean the same; ``tokenizer`` is a digest.
         depth: most positions to draft beyond the verified ones.
         silence_s: after this long without a message each side closes; each sends at least four times as often.
+        sampling: a ``p2ptrain.core.serving.Sampling``.
     """
 
     count: Positions
@@ -192,9 +161,9 @@ class DraftOpen(Draws, Message, kind=59):
     tokenizer: Annotated[str, Bound(0, 128)]
     depth: Depth
     silence_s: Silence
+    sampling: Sampling
 
     def check(self) -> None:
-        super().check()
         if not self.prompt <= self.count <= self.positions:
             counts = f"{self.count} ids ({self.prompt} in the prompt), {self.positions} positions"
             raise ProtocolError(f"invalid session: {counts}")

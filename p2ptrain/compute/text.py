@@ -303,7 +303,8 @@ class ChatFormat:
     @property
     def tool_format(self) -> str:
         """How the template writes calls of tools: a name in ``_TOOL_MARKS``, or ``json``."""
-        return next((name for name, mark in _TOOL_MARKS.items() if mark in self._template), "json")
+        marks = _TOOL_MARKS if self.has_tools else {}
+        return next((name for name, mark in marks.items() if mark in self._template), "json")
 
     def ids(self, turns: Sequence[Turn], tools: str = "") -> list[int]:
         """Prompt ids for the model's next answer. ``tools``: JSON list of those that it may call. Raises ``UserError``

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,7 +40,6 @@ from wire.chain_messages import (
     ForwardRequest,
     Sampled,
 )
-from wire.text_messages import draws_of
 
 CLOSE_S = 5.0
 
@@ -115,7 +114,7 @@ class ChainSession:
     ) -> None:
         self.id = world.new_id()
         self.sample_from = sample_from
-        self._chain, self._opening, self._now = chain, opening | draws_of(sampling), world.clock.now
+        self._chain, self._opening, self._now = chain, opening | {"sampling": asdict(sampling)}, world.clock.now
         self._core = ChainSessionCore(seats, self._now(), sample_from, ids[:-1])  # the last position is always computed
         self._has_penalties = sampling.has_penalties
         self._answers: deque[asyncio.Future[PassResult]] = deque()  # of the passes under way

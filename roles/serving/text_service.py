@@ -345,14 +345,15 @@ class ModelTextService:
         text, ends, stop, left_out = self._text, self._text.end_tokens, request.stop, 0
         check_request(request)
         if request.turns:
-            form = self._chat_form
+            form = self.form
             wanted = request.max_new_tokens or (CONVERSATION_POSITIONS if self.context is None else None)
             ids, most, left_out = _read_conversation(request).fit(form, self.context, wanted, request.tools)
             ends, stop = ends | form.end_tokens, (*form.stop, *stop)
         else:
             ids = list(request.ids) or text.prompt_ids(request.prompt)
-            most = self._room_for_new_tokens(len(ids)) if request.max_new_tokens is None else request.max_new_tokens
-            text.check_length(len(ids), most)
+            most = CONVERSATION_POSITIONS if self.context is None else max(1, self.context - len(ids))
+            most = most if request.max_new_tokens is None else request.max_new_tokens
+            text.check_length(len(ids), most)  # also a prompt that leaves no room
         self._check_ids(ids)
         self._check_ids([token for token, _ in request.sampling.logit_bias])
         if request.logprobs is not None:
@@ -372,17 +373,9 @@ class ModelTextService:
     # ------------------------------------------------------------------------------------------- tokens and templates
 
     @property
-    def _chat_form(self) -> ChatFormat:
+    def form(self) -> ChatFormat:
         self._form = self._form or ChatFormat(self._text.tokenizer)
         return self._form
-
-    @property
-    def tool_format(self) -> str:
-        return self._chat_form.tool_format
-
-    @property
-    def has_tools(self) -> bool:
-        return self._chat_form.has_tools
 
     async def tokenize(self, text: str, *, add_special: bool) -> list[int]:
         tokenizer = self._text.tokenizer
@@ -390,7 +383,7 @@ class ModelTextService:
         return list(encoding.ids)
 
     async def tokenize_turns(self, turns: Sequence[Turn], tools: str = "") -> list[int]:
-        return await self._thread.submit(lambda: self._chat_form.ids(turns, tools))
+        return await self._thread.submit(lambda: self.form.ids(turns, tools))
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         self._check_ids(ids)
@@ -398,10 +391,6 @@ class ModelTextService:
 
     def token_bytes(self, token: int) -> bytes:
         return self._table.bytes_of(token)
-
-    def _room_for_new_tokens(self, taken: int) -> int:
-        """New tokens that fit. At least one, so that the check of the length reports a prompt that is too long."""
-        return max(1, (self.context or CONVERSATION_POSITIONS + taken) - taken)
 
 
 def check_request(request: TextRequest) -> None:

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
 
-from p2ptrain.compute.text import Turn
+from p2ptrain.compute.text import ChatFormat, Turn
 from p2ptrain.core.errors import JobFailed, P2PTrainError
 from p2ptrain.core.serving import SamplingOptions, TokenLogprob
 from wire.schema import Bound
@@ -141,15 +141,10 @@ class TextService(Protocol):
 class TokenizingService(TextService, Protocol):
     """A ``TextService`` with the model's tokenizer and chat template here.
 
-    Attributes:
-        tool_format: how its chat template writes calls of tools: ``hermes``, ``llama3``, ``mistral`` or ``json``.
-        has_tools: whether its chat template knows tools.
-    """
+    ``form``: of its conversations."""
 
     @property
-    def tool_format(self) -> str: ...
-    @property
-    def has_tools(self) -> bool: ...
+    def form(self) -> ChatFormat: ...
 
     async def tokenize(self, text: str, *, add_special: bool) -> list[int]:
         """Token ids of a text; ``add_special``: with those that the tokenizer adds to a prompt."""

@@ -42,7 +42,6 @@ from wire.text_messages import (
     StreamClose,
     StreamRefused,
     Verdict,
-    draws_of,
     error_untrusted,
 )
 
@@ -408,7 +407,7 @@ class TextDrafts:
             tokenizer=drafters.tokenizer,
             depth=self._core.opening_depth,
             silence_s=2.0,  # each link has its own
-            **draws_of(self._sampling),
+            sampling=self._sampling,
         )
 
     def begin_line(self, session: DraftSession) -> None:

@@ -136,10 +136,7 @@ def encode_question(model: str, request: TextRequest) -> tuple[wire.TextQuestion
 
 def request_untrusted(data: bytes | bytearray) -> TextRequest:
     """Decode a question. Raises ``ProtocolError``: no client sends it."""
-    try:
-        request = instance_untrusted(TextRequest, unpack_untrusted(data, most_bytes=MOST_BYTES))
-    except UserError as error:
-        raise ProtocolError(f"invalid question: {error.message}") from error
+    request = instance_untrusted(TextRequest, unpack_untrusted(data, most_bytes=MOST_BYTES))
     if request.tools or request.grammar or request.logprobs is not None:
         raise ProtocolError("tools, grammars and log-probabilities are for HTTP only")
     return request

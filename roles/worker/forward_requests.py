@@ -119,8 +119,12 @@ class ForwardRequests:
             await self.reserve(part, self._cache.grow(part, request.positions))
             if core.closed:
                 raise Refused(UNKNOWN_SESSION, "the session was closed meanwhile")
-            about: dict[str, Any] = {"positions": request.positions, "sampling": request.sampling}
-            about |= {"order": request.order, "block_hashes": core.own_hashes(bytes.fromhex(request.block_hashes))}
+            about: dict[str, Any] = {"sampling": replace(request.sampling, vocab_size=0)}
+            about |= {
+                "positions": request.positions,
+                "order": request.order,
+                "block_hashes": core.own_hashes(bytes.fromhex(request.block_hashes)),
+            }
             core.position = await self._compute.run(part.engine.open, core.id, **about)
             await self._link(stage, request.next)
         except BaseException:

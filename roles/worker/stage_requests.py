@@ -8,13 +8,12 @@ from typing import Annotated, Any
 from p2ptrain.core import texts
 from p2ptrain.core.activations import ENCODINGS
 from p2ptrain.core.errors import ProtocolError, Refused
-from p2ptrain.core.serving import QUANTIZED, PartSpec
+from p2ptrain.core.serving import QUANTIZED, PartSpec, Sampling
 from p2ptrain.core.tensor_files import config_untrusted
 from wire.chain_messages import MAX_OPEN_HASHES, MAX_POSITIONS, Positions
 from wire.job_messages import MAX_STAGES
 from wire.messages import Silence
 from wire.schema import Amount, Bound, Declared, Host, Id, Port, instance_untrusted
-from wire.text_messages import Draws
 
 MAX_LAYERS = 4096
 BlockHashes = Annotated[str, Bound(0, 32 * MAX_OPEN_HASHES, pattern="([0-9a-f]{32})*")]
@@ -97,7 +96,7 @@ class ModelRequest(Declared):
         _check_path(self.path)
 
 
-class OpenRequest(Draws):
+class OpenRequest(Declared):
     """Request ``session.open``.
 
     Attributes:
@@ -120,14 +119,13 @@ class OpenRequest(Draws):
     next: PeerAddress | None
     encoding: Encoding
     prefill_encoding: Encoding
-    temperature: Annotated[float, Bound(0, 1e6)]
+    sampling: Sampling
     silence_s: Silence
     priority: Annotated[int, Bound(-(1 << 31), 1 << 31)] = 0
     order: Amount = 0.0
     block_hashes: BlockHashes = ""
 
     def check(self) -> None:
-        super().check()
         if self.index >= self.stages or (self.next is None) != (self.index == self.stages - 1):
             raise ProtocolError("every stage but the last must have a next stage")
 

@@ -46,7 +46,6 @@ from wire.text_messages import (
     StreamClose,
     StreamRefused,
     Verdict,
-    draws_of,
     error_untrusted,
 )
 
@@ -59,7 +58,7 @@ GREEDY = Sampling(temperature=0)
 _SMALL = st.integers(-1, 12)
 _IDS = st.lists(st.integers(0, VOCAB) | st.just((1 << 16) - 1), max_size=6).map(encode_ids)
 _BYTES = _IDS | mutated(_IDS)
-_OPENING = DraftOpen(3, 3, 40, VOCAB, TOKENIZER, 8, 2.0, **draws_of(Sampling()))
+_OPENING = DraftOpen(3, 3, 40, VOCAB, TOKENIZER, 8, 2.0, Sampling())
 _OPENINGS = made(
     DraftOpen,
     count=st.integers(0, 6),
@@ -67,15 +66,6 @@ _OPENINGS = made(
     positions=st.integers(0, 64),
     vocab_size=st.sampled_from([VOCAB, VOCAB, VOCAB, 0, 96]),
     tokenizer=st.sampled_from([TOKENIZER, TOKENIZER, ""]),
-    temperature=st.sampled_from([0.0, 1.0]),
-    top_k=st.integers(0, 5),
-    top_p=st.sampled_from([1.0, 0.9]),
-    seed=st.integers(0, 9),
-    min_p=st.sampled_from([0.0, 0.1]),
-    repetition_penalty=st.sampled_from([1.0, 1.2]),
-    presence_penalty=st.just(0.0),
-    frequency_penalty=st.sampled_from([0.0, 0.5]),
-    logit_bias=st.lists(st.tuples(st.integers(0, 9), st.just(1.0)), max_size=1).map(tuple),
     depth=st.integers(0, 20),
     silence_s=st.sampled_from([0.5, 2.0]),
 )

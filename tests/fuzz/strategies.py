@@ -13,6 +13,7 @@ from typing import Any
 import msgpack
 from hypothesis import strategies as st
 
+from p2ptrain.core.serving import Sampling
 from wire.codec import MAX_HANDSHAKE_ITEMS, MAX_LIST_ITEMS, MAX_MAP_ITEMS
 from wire.schema import Bound, list_alternatives
 
@@ -93,6 +94,18 @@ _BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     bytes: st.binary(max_size=64),
     types.NoneType: st.none(),
     Any: FREE,
+    Sampling: st.builds(
+        Sampling,
+        temperature=st.sampled_from([0.0, 1.0]),
+        top_k=st.integers(0, 5),
+        top_p=st.sampled_from([1.0, 0.9]),
+        seed=st.integers(0, 9),
+        min_p=st.sampled_from([0.0, 0.1]),
+        repetition_penalty=st.sampled_from([1.0, 1.2]),
+        presence_penalty=st.just(0.0),
+        frequency_penalty=st.sampled_from([0.0, 0.5]),
+        logit_bias=st.lists(st.tuples(st.integers(0, 9), st.just(1.0)), max_size=1).map(tuple),
+    ),
 }
 
 

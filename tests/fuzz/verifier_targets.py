@@ -109,8 +109,7 @@ async def _answered(said: list[tuple[Message, int]]) -> None:
         return local_welcome(peer_id="v1", name="odd", wall=0.0)
 
     async def odd(connection: Connection, hello: Hello) -> None:
-        await connection.expect(wire.TextQuestion, timeout_s=5)
-        data = bytearray(3)
+        data = bytearray((await connection.expect(wire.TextQuestion, timeout_s=5)).size_bytes)
         connection.post(memoryview(data), generation=0, stream=1, done=lambda: None)
         for message, stream in said:
             send_if_valid(connection, message, stream=stream)

@@ -37,7 +37,7 @@ from wire.connection import Connection
 from wire.handshake import dial, local_hello
 from wire.messages import Message, Response
 from wire.schema import instance_untrusted
-from wire.text_messages import DraftOpen, DraftReady, Drafts, StreamRefused, Verdict, draws_of
+from wire.text_messages import DraftOpen, DraftReady, Drafts, StreamRefused, Verdict
 
 pytestmark = pytest.mark.virtual_time
 
@@ -156,7 +156,7 @@ async def test_a_drafter_that_is_silent_is_lost_in_seconds() -> None:
 
 # ------------------------------------------------------------------------------------------------- hostile verifiers
 
-OPENING = DraftOpen(5, 5, 64, VOCAB, TOKENIZER, 8, 2.0, **draws_of(Sampling()))
+OPENING = DraftOpen(5, 5, 64, VOCAB, TOKENIZER, 8, 2.0, Sampling())
 IDS = encode_ids(PROMPT)
 
 
@@ -224,20 +224,20 @@ async def drafter_beside(
         await source.close()
 
 
-BAD_OPENINGS = {
-    "no ids": replace(OPENING, count=0),
-    "a huge count": replace(OPENING, count=1 << 40, positions=1 << 40),
-    "many positions": replace(OPENING, positions=1 << 21),
-    "endless patience": replace(OPENING, silence_s=float("inf")),
-    "an impossible temperature": replace(OPENING, temperature=float("nan")),
-    "an impossible top_p": replace(OPENING, top_p=0.0),
+BAD_OPENINGS: dict[str, dict[str, Any]] = {
+    "no ids": {"count": 0},
+    "a huge count": {"count": 1 << 40, "positions": 1 << 40},
+    "many positions": {"positions": 1 << 21},
+    "endless patience": {"silence_s": float("inf")},
+    "an impossible temperature": {"sampling": asdict(GREEDY) | {"temperature": float("nan")}},
+    "an impossible top_p": {"sampling": asdict(GREEDY) | {"top_p": 0.0}},
 }
 
 
 @pytest.mark.parametrize("name", BAD_OPENINGS)
 def test_an_invalid_opening_is_no_message(name: str) -> None:
     with pytest.raises(ProtocolError):
-        instance_untrusted(DraftOpen, asdict(BAD_OPENINGS[name]))
+        instance_untrusted(DraftOpen, asdict(OPENING) | BAD_OPENINGS[name])
 
 
 def says(message: Message, *, stream: int = 1, generation: int = 1) -> Callable[[Verifier], None]:

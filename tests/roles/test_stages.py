@@ -387,7 +387,7 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], str]] = [
     ("session.open", {"index": 2, "stages": 3, "next": None}, "are not stage 2"),
     ("session.open", {"positions": 5000}, "model knows 4096"),
     ("session.open", {"part": "none"}, "not loaded here"),
-    ("session.open", {"temperature": float("nan")}, "temperature"),
+    ("session.open", {"sampling": {"temperature": float("nan")}}, "temperature"),
     ("session.open", {"next": {"peer": "w1", "host": "w1", "port": 0}}, "port is 0"),
     ("session.resume", {"index": 0, "epoch": 1, "keep": 0, "next": None}, "not open here"),
     ("part.load", {}, "lacks"),

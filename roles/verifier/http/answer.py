@@ -134,9 +134,8 @@ async def adapt_text(
         return text, None
     grammar = text.grammar
     tools = () if use.choice == "none" else use.tools
-    form = FORMATS[service.tool_format if service.has_tools else "json"]
-    turns = text.turns
-    if not service.has_tools:
+    form, has_tools, turns = FORMATS[service.form.tool_format], service.form.has_tools, text.turns
+    if not has_tools:
         turns = explain_tools(turns, tools)
     elif form.is_list:
         turns = tuple(_with_short_ids(turn) for turn in turns)
@@ -151,7 +150,7 @@ async def adapt_text(
             answer=grammar,
             ids={mark: ids[0] for mark, ids in marks.items() if len(ids) == 1},
         )
-    listed = json.dumps([tool.as_json() for tool in tools]) if tools and service.has_tools else ""
+    listed = json.dumps([tool.as_json() for tool in tools]) if tools and has_tools else ""
     reader = CallReader(form, {tool.name for tool in tools}) if tools else None
     return replace(text, turns=turns, tools=listed, grammar=grammar), reader
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from p2ptrain.compute.text import Turn
@@ -112,6 +113,10 @@ class ScriptedService:
         self.room.set()
         self.asks.clear()
         self.gave_up.clear()
+
+    @property
+    def form(self) -> Any:
+        return SimpleNamespace(tool_format=self.tool_format if self.has_tools else "json", has_tools=self.has_tools)
 
     async def write(self, wish: TextRequest) -> ScriptedWriting:
         self.wishes.append(wish)
