@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from p2ptrain.core.activations import encode_ids
 from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused, ResourceError
@@ -119,13 +118,14 @@ class ForwardRequests:
             await self.reserve(part, self._cache.grow(part, request.positions))
             if core.closed:
                 raise Refused(UNKNOWN_SESSION, "the session was closed meanwhile")
-            about: dict[str, Any] = {"sampling": replace(request.sampling, vocab_size=0)}
-            about |= {
-                "positions": request.positions,
-                "order": request.order,
-                "block_hashes": core.own_hashes(bytes.fromhex(request.block_hashes)),
-            }
-            core.position = await self._compute.run(part.engine.open, core.id, **about)
+            core.position = await self._compute.run(
+                part.engine.open,
+                core.id,
+                positions=request.positions,
+                sampling=replace(request.sampling, vocab_size=0),
+                order=request.order,
+                block_hashes=core.own_hashes(bytes.fromhex(request.block_hashes)),
+            )
             await self._link(stage, request.next)
         except BaseException:
             self.close(stage)

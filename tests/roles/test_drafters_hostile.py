@@ -318,7 +318,7 @@ async def test_an_engine_that_fails_ends_that_session_with_its_reason() -> None:
     async with drafter_beside(Failing(1.0)) as (network, host), verifier_of(network) as verifier:
         verifier.open(replace(OPENING, count=4, prompt=4), IDS[4:])
         assert (await verifier.next())[1] == StreamRefused(
-            "engine", "the device has no memory left", "use a smaller model"
+            "no-memory", "the device has no memory left", "use a smaller model"
         )
         assert host.drafter.sessions == 1
         verifier.connection.send(Verdict(4, 8, encode_ids([1])), generation=1, stream=1)  # was on its way
