@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Protocol
 
 from p2ptrain.core.serving import Sampling
@@ -145,7 +145,7 @@ MOST_PASSES = 8
 
 @dataclass(slots=True)
 class DecodingStats:
-    """Sums over one text, or over many.
+    """Sums over one text.
 
     Attributes:
         passes: passes after the prompt. self_steps: passes without drafts.
@@ -166,10 +166,6 @@ class DecodingStats:
     right: int = 0
     verify_s: float = 0.0
     wait_s: float = 0.0
-
-    def add(self, other: DecodingStats) -> None:
-        for item in fields(self):
-            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,6 +175,7 @@ def sums_of(core: DecodingStats, spent_s: Mapping[str, float], drafters: Sequenc
         "alone": core.self_steps,
         "drafted": core.drafted,
         "wasted": core.wasted,
+        "accepted": core.accepted,
         "pass_s": core.verify_s + core.wait_s,
         "bytes": sum(facts.bytes_in + facts.bytes_out for facts in drafters),
         **{f"{name}_s": seconds for name, seconds in spent_s.items()},
@@ -192,24 +193,20 @@ def add_sums(sums: Iterable[TextSums]) -> dict[str, float]:
 
 
 class RecentSums:
-    """Recent growth of the sums of all texts with drafters. Older growth fades as tokens come."""
+    """Recent growth of the sums of all texts. Older growth fades as tokens come."""
 
     def __init__(self) -> None:
         self.grown: dict[str, float] = {}
         self._known: TextSums = {}
 
-    def add(self, sums: TextSums, step_s: float) -> None:
-        """Add the current sums. ``step_s``: current time of a step of the verifier alone; 0: unknown."""
+    def add(self, sums: TextSums) -> float:
+        """Add the current sums. Returns by how many tokens they have grown."""
         more = {name: value - self._known.get(name, 0.0) for name, value in sums.items()}
         self._known = sums
-        if step_s > 0:
-            more |= {
-                "compared": more.get("after", 0.0),
-                "compared_s": more.get("pass_s", 0.0),
-                "alone_s": step_s * more.get("after", 0.0),
-            }
-        fade = (1 - 1 / RECENT_TOKENS) ** more.get("tokens", 0.0)
+        tokens = more.get("tokens", 0.0)
+        fade = (1 - 1 / RECENT_TOKENS) ** tokens
         self.grown = add_sums([{name: fade * value for name, value in self.grown.items() if fade * value > 1e-3}, more])
+        return tokens
 
 
 def figures_of(grown: TextSums, step_s: float) -> dict[str, float]:
@@ -241,10 +238,8 @@ def figures_of(grown: TextSums, step_s: float) -> dict[str, float]:
         share(f"{name}_ms", 1e3 * grown.get(f"{name}_s", 0.0), after)
     if after > 0:
         found["rest_ms"] = max(0.0, found["token_ms"] - sum(found[f"{name}_ms"] for name in PARTS))
-    compared, alone_s = grown.get("compared", 0.0), grown.get("alone_s", 0.0)
-    if compared >= 16:  # with fewer tokens one slow pass would dominate
-        share("speed_up", alone_s, grown.get("compared_s", 0.0))
-        share("alone_ms", 1e3 * alone_s, compared)
-    elif step_s > 0:
+    if step_s > 0:
         found["alone_ms"] = 1e3 * step_s
+        if after >= 16:  # with fewer tokens one slow pass would dominate
+            share("speed_up", step_s * after, grown.get("pass_s", 0.0))
     return found

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 
 from p2ptrain.compute.text import ChatFormat, ModelText
 from p2ptrain.core.errors import P2PTrainError, Refused
 from p2ptrain.core.world import World
 from roles.gauges import MovingAverage, Rate
-from roles.serving.model import DecodingStats, ServedModel
+from roles.serving.model import ServedModel
 from roles.serving.text_service import WAIT_S, ModelTextService, TextSession
-from roles.serving.text_stats import RecentSums, add_sums, figures_of
+from roles.serving.text_stats import RecentSums, TextSums, add_sums, figures_of
 from roles.serving.texts import TextRequest
 from roles.verifier.cost_model import CostModel
 from roles.verifier.drafters import Drafters, TextDrafts
@@ -39,91 +37,65 @@ class Places:
 
     def __init__(self, count: int) -> None:
         self.free = count
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap
+        self._asked: list[tuple[int, int, asyncio.Future[None]]] = []
         self._last = 0
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return sum(not place.done() for *_, place in self._asked)
 
     async def take(self, priority: int) -> None:
         if self.free:
             self.free -= 1
             return
         self._last += 1
-        entry = priority, self._last, asyncio.get_running_loop().create_future()
-        heappush(self._waiting, entry)
+        place = asyncio.get_running_loop().create_future()
+        entry = priority, self._last, place
+        self._asked.append(entry)
         try:
-            await entry[2]
+            await place
         except asyncio.CancelledError:
-            if entry in self._waiting:
-                self._waiting.remove(entry)
-                heapify(self._waiting)
-            elif not entry[2].cancelled():  # it got a place just now
+            if not place.cancelled():  # it got a place just now
                 self.give_back()
             raise
+        finally:
+            self._asked.remove(entry)
 
     def give_back(self) -> None:
-        while self._waiting:
-            place = heappop(self._waiting)[2]
-            if not place.done():
-                place.set_result(None)
-                return
-        self.free += 1
-
-
-@dataclass(frozen=True, slots=True)
-class RunningText:
-    """``speculates``: drafters may help."""
-
-    began_at: float
-    speculates: bool
+        if first := min((entry for entry in self._asked if not entry[2].done()), default=None):
+            first[2].set_result(None)
+        else:
+            self.free += 1
 
 
 class VerifierFigures:
     """Sums and recent figures of all texts.
 
     Attributes:
-        duration: of a text.
+        running: texts under way, and when each began. duration: of a text.
     """
 
     def __init__(self) -> None:
-        self.running: dict[TextSession, RunningText] = {}
+        self.running: dict[TextSession, float] = {}
         self.duration = MovingAverage()
-        self._rate, self._noted_tokens = Rate(), 0
-        self._ended = DecodingStats()
-        self._recent, self._ended_sums = RecentSums(), dict[str, float]()
+        self._rate, self._recent = Rate(), RecentSums()
+        self._ended: TextSums = {}
 
-    def begin(self, session: TextSession, now: float, *, speculates: bool) -> None:
-        self.running[session] = RunningText(now, speculates)
-
-    def end(self, session: TextSession, now: float, step_s: float) -> None:
-        self._ended.add(session.decoding.stats)
-        text = self.running.pop(session)
-        self.duration.add(now - text.began_at)
-        if text.speculates:
-            self._ended_sums = add_sums([self._ended_sums, session.sums()])
-            self._note_sums(step_s)
+    def end(self, session: TextSession, now: float) -> None:
+        self.duration.add(now - self.running.pop(session))
+        self._ended = add_sums([self._ended, session.sums()])
         self._add_up(now)
 
     def as_map(self, now: float, step_s: float) -> dict[str, float]:
         """Totals, the rate of the last seconds, and recent values as of ``text_stats.figures_of``."""
-        self._note_sums(step_s)
         total = self._add_up(now)
-        counts = {name: float(getattr(total, name)) for name in ("tokens", "drafted", "accepted", "wasted")}
+        counts = {name: total.get(name, 0.0) for name in ("tokens", "drafted", "accepted", "wasted")}
         return {"tokens_per_s": self._rate.per_s(now)} | counts | figures_of(self._recent.grown, step_s)
 
-    def _add_up(self, now: float) -> DecodingStats:
-        total = DecodingStats()
-        for stats in (self._ended, *(session.decoding.stats for session in self.running)):
-            total.add(stats)
-        self._rate.add(total.tokens - self._noted_tokens, now)
-        self._noted_tokens = total.tokens
+    def _add_up(self, now: float) -> TextSums:
+        total = add_sums([self._ended, *(session.sums() for session in self.running)])
+        self._rate.add(self._recent.add(total), now)
         return total
-
-    def _note_sums(self, step_s: float) -> None:
-        under_way = [session.sums() for session, text in self.running.items() if text.speculates]
-        self._recent.add(add_sums([self._ended_sums, *under_way]), step_s)
 
 
 class VerifierService(ModelTextService):
@@ -173,7 +145,7 @@ class VerifierService(ModelTextService):
         except BaseException:
             self._places.give_back()
             raise
-        self._figures.begin(session, self._now(), speculates=request.speculate)
+        self._figures.running[session] = self._now()
         core = Speculation(session.decoding, self.cost_model)
         drafters = self._drafters if request.speculate else None
         session.begin(
@@ -234,7 +206,7 @@ class VerifierService(ModelTextService):
         return Refused(RefusalCode.BUSY, f"the verifier is busy: {why}", remedy=remedy, retry_after_s=after_s)
 
     def _end(self, session: TextSession) -> None:
-        self._figures.end(session, self._now(), self.cost_model.step_s)
+        self._figures.end(session, self._now())
         self._places.give_back()
 
 

@@ -71,7 +71,7 @@ def stats() -> DecodingStats:
 def test_the_figures_of_a_text() -> None:
     sums = sums_of(stats(), SPENT, FACTS)
     recent = RecentSums()
-    recent.add(sums, 0.1)
+    assert recent.add(sums) == 41
     found = figures_of(recent.grown, 0.1)
     assert found == {
         "alpha": 0.5,
