@@ -21,11 +21,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from p2ptrain.core.adapters import model_name
-from p2ptrain.core.disk import Disk, write_atomic
+from p2ptrain.core.disk import Disk, RealDisk, read_exactly, translating, write_atomic
 from p2ptrain.core.errors import ConfigError, ProtocolError, StorageError
 from p2ptrain.core.tensor_files import ITEM_BYTES, MAX_DIMS, MAX_TENSORS, TensorEntry, TensorTable, config_untrusted
 from wire.chain_messages import TensorRecord, TensorsPage
@@ -230,7 +231,7 @@ class ModelDirectory:
         with _open_file(self.directory / entry.file) as (file, stamp):
             if stamp != self.stamps[entry.file]:
                 raise StorageError(f"{self.directory / entry.file} changed since it was opened")
-            return read_range(file, entry.start + start, stop - start)
+            return read_exactly(file, entry.start + start, stop - start)
 
 
 def open_model(directory: Path, cache: DigestCache | None) -> ModelDirectory:
@@ -241,7 +242,7 @@ def open_model(directory: Path, cache: DigestCache | None) -> ModelDirectory:
         StorageError: a file is damaged, missing or unreadable, or changed meanwhile.
     """
     stamps = _read_stamps(directory)  # before the headers are read, to detect a later change
-    table = read_table(directory)
+    table = TensorTable(directory)
     small = [name for name, stamp in stamps.items() if is_file_name(name) and stamp.size_bytes <= MAX_FILE_BYTES]
     if "config.json" not in small:
         raise ConfigError(f"{directory} has no config.json", remedy=_REMEDY)
@@ -311,38 +312,14 @@ def files_untrusted(records: Iterable[TensorRecord]) -> dict[str, list[TensorRec
 
 
 def _read_config(path: Path) -> str:
-    with _open_file(path) as (file, stamp):
-        if stamp.size_bytes > _MAX_CONFIG_BYTES:
-            raise ConfigError(f"{path} is larger than {_MAX_CONFIG_BYTES} bytes")
-        data = read_range(file, 0, stamp.size_bytes)
     try:
-        config = data.decode()
+        config = RealDisk().read(path, max_bytes=_MAX_CONFIG_BYTES).decode()
         config_untrusted(config)
     except UnicodeDecodeError as error:
         raise StorageError(f"{path} is not UTF-8 text") from error
     except ProtocolError as error:
         raise ConfigError(f"{path} is not valid: {error.message}", remedy=_REMEDY) from error
     return config
-
-
-def read_table(directory: Path) -> TensorTable:
-    """Read the entries of the tensors in a directory that a peer named. Raises ``ConfigError``, ``StorageError``."""
-    try:
-        return TensorTable(directory)
-    except OSError as error:  # such as a name that is too long, or missing permission
-        raise StorageError(f"cannot read {directory}: {error.strerror or error}") from error
-
-
-def read_range(file: BinaryIO, start: int, size_bytes: int) -> bytearray:
-    data = bytearray(size_bytes)
-    left = memoryview(data)
-    file.seek(start)
-    while left:
-        count = file.readinto(left)  # type: ignore[attr-defined]
-        if not count:
-            raise StorageError(f"{file.name} ends {len(left)} bytes before the end of what it should hold")
-        left = left[count:]
-    return data
 
 
 def _hash_file(path: Path, entries: Mapping[str, TensorEntry], cache: DigestCache | None) -> HashedFile:
@@ -355,7 +332,7 @@ def _hash_file(path: Path, entries: Mapping[str, TensorEntry], cache: DigestCach
         digests: dict[str, bytes] = {}
         for name, entry in sorted(entries.items(), key=lambda item: item[1].start):
             starts = range(entry.start, max(entry.stop, entry.start + 1), RANGE_BYTES)
-            ranges = (read_range(file, start, min(RANGE_BYTES, entry.stop - start)) for start in starts)
+            ranges = (read_exactly(file, start, min(RANGE_BYTES, entry.stop - start)) for start in starts)
             digests[name] = b"".join(map(hash_ranges, ranges))
     hashed = HashedFile(stamp, digests)
     if cache is not None:
@@ -364,12 +341,9 @@ def _hash_file(path: Path, entries: Mapping[str, TensorEntry], cache: DigestCach
 
 
 @contextmanager
-def _open_file(path: Path) -> Iterator[tuple[BinaryIO, FileStamp]]:
-    try:
-        with path.open("rb", buffering=0) as file:
-            yield file, _stamp(os.fstat(file.fileno()))
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+def _open_file(path: Path) -> Iterator[tuple[FileIO, FileStamp]]:
+    with translating("read", path), path.open("rb", buffering=0) as file:
+        yield file, _stamp(os.fstat(file.fileno()))
 
 
 def _read_stamps(directory: Path) -> dict[str, FileStamp]:

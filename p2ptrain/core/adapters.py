@@ -14,7 +14,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from p2ptrain.core.errors import ConfigError, StorageError
+from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.tensor_files import ADAPTER_CONFIG, ADAPTER_FILE, TensorTable
 
 _MAX_CONFIG_BYTES = 1 << 20
@@ -62,10 +63,7 @@ def read_adapter(directory: Path, base: Path | None = None) -> Adapter:
     """
     path = directory / ADAPTER_CONFIG
     try:
-        with path.open("rb") as file:
-            table = json.loads(file.read(_MAX_CONFIG_BYTES))
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+        table = json.loads(RealDisk().read(path, max_bytes=_MAX_CONFIG_BYTES))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON", remedy="save the adapter again") from error
     if not isinstance(table, dict) or not isinstance(table.get("peft_type"), str):

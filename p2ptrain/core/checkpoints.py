@@ -39,11 +39,10 @@ from p2ptrain.core.errors import DiskFull, ProtocolError, StorageError
 from p2ptrain.core.tensor_files import (
     ADAPTER_FILE,
     ITEM_BYTES,
-    MAX_HEADER_BYTES,
     WEIGHTS_FILE,
     TensorEntry,
-    header_entries_untrusted,
     header_of,
+    read_header,
 )
 from p2ptrain.core.training import BlobRange, FilePlan
 
@@ -464,7 +463,7 @@ def add_whole_adapter(disk: Disk, draft: Draft) -> None:
     entries: dict[str, TensorEntry] = {}
     data: list[tuple[str, int, int]] = []  # file, start, stop
     for file in sorted(name for name in draft.sums if name.startswith(f"{ADAPTER}-")):
-        found, _ = _tensors(disk, draft, file)
+        found, _ = read_header(disk, draft.path, file)
         if twice := entries.keys() & found.keys():
             raise StorageError(f"{min(twice)} is in two files of adapters")
         entries |= found
@@ -483,7 +482,7 @@ def join_rows(disk: Disk, draft: Draft) -> None:
         files = sorted(name for name in draft.sums if name.startswith(f"{ROWS}{kind}-"))
         if not files:
             continue
-        read = [_tensors(disk, draft, file) for file in files]
+        read = [read_header(disk, draft.path, file) for file in files]
         tensors: dict[str, tuple[str, tuple[int, ...], int]] = {}  # dtype, shape and size of the whole
         data: list[tuple[str, int, int]] = []
         for name in read[0][0]:
@@ -505,22 +504,6 @@ def join_rows(disk: Disk, draft: Draft) -> None:
         _write(disk, draft, f"{kind}.safetensors", header, data)
         for file in files:
             draft.drop(file)
-
-
-def _tensors(disk: Disk, draft: Draft, file: str) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """The tensors of a file in the order of their bytes, and its metadata. Raises ``StorageError``."""
-    path, size_bytes = draft.path / file, draft.sums[file][0]
-    start = 8 + int.from_bytes(disk.read_range(path, 0, min(8, size_bytes)), "little")
-    if start > min(size_bytes, MAX_HEADER_BYTES):
-        raise StorageError(f"{file} is not a file of tensors")
-    header = disk.read_range(path, 8, start)
-    try:
-        found = header_entries_untrusted(header, file, size_bytes)
-    except ProtocolError as error:
-        raise StorageError(error.message) from error
-    metadata = json.loads(header).get("__metadata__") or {}  # null is a header without metadata
-    metadata = {name: value for name, value in metadata.items() if isinstance(value, str)}
-    return dict(sorted(found.items(), key=lambda item: item[1].start)), metadata
 
 
 def _write(disk: Disk, draft: Draft, file: str, header: bytes, data: Iterable[tuple[str, int, int]]) -> None:

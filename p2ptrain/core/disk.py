@@ -14,6 +14,7 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -57,41 +58,37 @@ class Lock(Protocol):
 class RealDisk:
     def read(self, path: Path, *, max_bytes: int) -> bytes:
         """Read the whole file. A file larger than ``max_bytes`` is refused before it is read."""
-        with _translating("read", path):
+        with translating("read", path):
             if path.stat().st_size > max_bytes:
                 raise StorageError(f"{path} is larger than the {max_bytes} bytes it may have")
             return path.read_bytes()
 
     def read_range(self, path: Path, start: int, stop: int) -> bytes:
         """Read bytes [start, stop) of the file. A shorter file is an error."""
-        with _translating("read", path), path.open("rb", buffering=0) as file:
-            file.seek(start)
-            data = file.read(stop - start)
-        if len(data) != stop - start:
-            raise StorageError(f"{path} is too short: it has no bytes {start} to {stop}")
-        return data
+        with translating("read", path), path.open("rb", buffering=0) as file:
+            return bytes(read_exactly(file, start, stop - start))
 
     def hash_file(self, path: Path) -> str:
         """SHA-256 of the file, hex. The file may be larger than memory."""
-        with _translating("read", path), path.open("rb") as file:
+        with translating("read", path), path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def write_file(self, path: Path, data: bytes) -> None:
-        with _translating("write", path):
+        with translating("write", path):
             path.write_bytes(data)
 
     def append_file(self, path: Path, data: bytes | memoryview) -> None:
-        with _translating("write", path), path.open("ab", buffering=0) as file:
+        with translating("write", path), path.open("ab", buffering=0) as file:
             left = memoryview(data)
             while left:
                 left = left[file.write(left) :]
 
     def truncate(self, path: Path, size_bytes: int) -> None:
-        with _translating("write", path):
+        with translating("write", path):
             os.truncate(path, size_bytes)
 
     def set_mode(self, path: Path, mode: int) -> None:
-        with _translating("restrict", path):
+        with translating("restrict", path):
             path.chmod(mode)
 
     def sync_file(self, path: Path) -> None:
@@ -111,7 +108,7 @@ class RealDisk:
                 raise
 
     def _sync(self, path: Path, flags: int) -> None:
-        with _translating("flush", path):
+        with translating("flush", path):
             descriptor = os.open(path, flags)
             try:
                 os.fsync(descriptor)
@@ -124,7 +121,7 @@ class RealDisk:
         A flushed file is lost in a power cut if its directory is not durable. An existing directory is flushed too,
         because its maker may have died before the flush.
         """
-        with _translating("make the directory", path):
+        with translating("make the directory", path):
             missing = list(itertools.takewhile(lambda place: not place.exists(), (path, *path.parents)))
             self._sync_if_ours((missing[-1].parent if missing else path).parent)
             for place in dict.fromkeys((*reversed(missing), path)):
@@ -133,11 +130,11 @@ class RealDisk:
                     self.sync_dir(place.parent)  # at once: a kill leaves at most one that is not durable
 
     def rename(self, source: Path, target: Path) -> None:
-        with _translating("rename", source):
+        with translating("rename", source):
             os.replace(source, target)
 
     def list_dir(self, path: Path) -> list[str]:
-        with _translating("list", path), suppress(FileNotFoundError):
+        with translating("list", path), suppress(FileNotFoundError):
             return sorted(os.listdir(path))
         return []
 
@@ -145,20 +142,20 @@ class RealDisk:
         return path.is_dir()
 
     def size(self, path: Path) -> int:
-        with _translating("stat", path):
+        with translating("read", path):
             return path.stat().st_size
 
     def remove_tree(self, path: Path) -> None:
-        with _translating("remove", path), suppress(FileNotFoundError):
+        with translating("remove", path), suppress(FileNotFoundError):
             path.unlink() if path.is_file() else shutil.rmtree(path)
 
     def free_bytes(self, path: Path) -> int:
-        with _translating("measure the free space of", path):
+        with translating("measure the free space of", path):
             return shutil.disk_usage(path).free
 
     def try_lock(self, path: Path) -> Lock | None:
         """Lock the file ``path``, and create it if necessary. None if another process holds the lock."""
-        with _translating("open", path):
+        with translating("open", path):
             handle = path.open("a+")
         try:
             if os.name == "nt":
@@ -221,8 +218,20 @@ def new_directory(disk: Disk, path: Path) -> Iterator[Path]:
         raise
 
 
+def read_exactly(file: FileIO, start: int, size_bytes: int) -> bytearray:
+    """Read so many bytes from ``start`` on. Raises ``StorageError`` if the file is shorter, and ``OSError``."""
+    data = bytearray(size_bytes)
+    left = memoryview(data)
+    file.seek(start)
+    while left:
+        if not (count := file.readinto(left)):
+            raise StorageError(f"{file.name} ends {len(left)} bytes too early", remedy="fetch or save it again")
+        left = left[count:]
+    return data
+
+
 @contextmanager
-def _translating(verb: str, path: Path) -> Iterator[None]:
+def translating(verb: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -233,5 +242,5 @@ def storage_error(verb: str, path: Path, error: OSError) -> StorageError:
     text, elsewhere = f"cannot {verb} {path}: {error.strerror or error}", "choose another place with --state"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(text, remedy=f"free some space, or {elsewhere}")
-    first = "check the owner and the permissions, or " if error.errno == errno.EACCES else ""
-    return StorageError(text, remedy=first + elsewhere)
+    remedies = ["check the owner and the permissions"] * (error.errno == errno.EACCES)
+    return StorageError(text, remedy=", or ".join(remedies + [elsewhere] * (verb != "read")))

@@ -14,11 +14,13 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
+from p2ptrain.core.disk import Disk, RealDisk, read_exactly, translating
 from p2ptrain.core.errors import ConfigError, ProtocolError, StorageError
 
 WEIGHTS_FILE = "model.safetensors"
@@ -31,7 +33,7 @@ MAX_HEADER_BYTES = 16 << 20
 """The header of a hundred thousand tensors takes about 12 MB; the largest single-file models have fewer."""
 MAX_TENSORS = 1 << 17
 MAX_DIMS = 8
-_T = TypeVar("_T")
+_DISK = RealDisk()
 _LENGTH_BYTES = 8
 _SAMPLE_BYTES = 64
 _AGAIN = "fetch or save it again"
@@ -63,23 +65,44 @@ class TensorEntry:
         return self.stop - self.start
 
 
-def header_entries_untrusted(header: bytes | memoryview, file: str, file_bytes: int) -> dict[str, TensorEntry]:
-    """Parse the JSON ``header`` (without its length) of a file of ``file_bytes`` bytes. Raises ``ProtocolError``: it is
-    not a header, or its tensors overlap or do not fill the file exactly."""
+def parse_header_untrusted(header: bytes, file: str, file_bytes: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """Parse the JSON ``header`` (without its length) of a file of ``file_bytes`` bytes: the tensors in the order of
+    their bytes, and the metadata. Raises ``ProtocolError``: it is not a header, or its tensors overlap or do not fill
+    the file exactly."""
     named = _json_object_untrusted(header, f"the header of {file}")
-    metadata = named.pop("__metadata__", None)
-    if metadata is not None and not isinstance(metadata, dict):
+    metadata = named.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict):
         raise ProtocolError(f"the header of {file} has ill-typed metadata")
     data_start = _LENGTH_BYTES + len(header)
-    entries = {name: _entry_untrusted(name, item, file, data_start) for name, item in named.items()}
+    parsed = {name: _entry_untrusted(name, item, file, data_start) for name, item in named.items()}
+    entries = dict(sorted(parsed.items(), key=lambda item: (item[1].start, item[1].stop)))
     end = data_start
-    for entry in sorted(entries.values(), key=lambda item: (item.start, item.stop)):
+    for entry in entries.values():
         if entry.start != end:
             raise ProtocolError(f"the tensors of {file} overlap, or there are bytes between them")
         end = entry.stop
     if end != file_bytes:
         raise ProtocolError(f"{file} has {file_bytes} bytes, but its header describes {end}")
-    return entries
+    return entries, {name: value for name, value in metadata.items() if isinstance(value, str)}
+
+
+def read_header(disk: Disk, directory: Path, file: str) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """As ``parse_header_untrusted``, of a file. Raises ``StorageError``."""
+    path = directory / file
+    size = disk.size(path)
+    length = int.from_bytes(disk.read_range(path, 0, min(size, _LENGTH_BYTES)), "little")
+    if length > min(size - _LENGTH_BYTES, MAX_HEADER_BYTES):
+        raise StorageError(f"{path} is damaged: its header claims {length} bytes", remedy=_AGAIN)
+    with _of_storage(directory):
+        return parse_header_untrusted(disk.read_range(path, _LENGTH_BYTES, _LENGTH_BYTES + length), file, size)
+
+
+@contextmanager
+def _of_storage(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except ProtocolError as error:
+        raise StorageError(f"the model in {directory} is damaged: {error.message}", remedy=_AGAIN) from error
 
 
 def header_of(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
@@ -122,18 +145,19 @@ class TensorTable:
             StorageError: a file is damaged, missing or cannot be read.
         """
         self.directory = directory
-        if (directory / (file or WEIGHTS_FILE)).is_file():  # transformers ignores an index beside it, too
-            self.entries = self._header(file or WEIGHTS_FILE)
-        elif not file and (directory / INDEX_FILE).is_file():
-            self.entries = self._read_index()
-        else:
-            if not file and (directory / ADAPTER_CONFIG).is_file():
-                raise adapter_alone(directory)
-            if pickled := sorted(path.name for path in directory.glob("*.bin")):
-                text = f"the weights in {directory} are pickled ({pickled[0]}), and loading these could run any code"
-                remedy = "save them as safetensors: load the model with transformers, then save_pretrained"
-                raise ConfigError(text, remedy=remedy)
-            raise ConfigError(f"{directory} has no weights in safetensors", remedy=NEEDED_FILES)
+        with translating("read", directory):  # such as a name that is too long
+            if (directory / (file or WEIGHTS_FILE)).is_file():  # transformers ignores an index beside it, too
+                self.entries, _ = read_header(_DISK, directory, file or WEIGHTS_FILE)
+            elif not file and (directory / INDEX_FILE).is_file():
+                self.entries = self._read_index()
+            else:
+                if not file and (directory / ADAPTER_CONFIG).is_file():
+                    raise adapter_alone(directory)
+                if pickled := sorted(path.name for path in directory.glob("*.bin")):
+                    text = f"the weights in {directory} are pickled ({pickled[0]}), and loading them could run any code"
+                    remedy = "save them as safetensors: load the model with transformers, then save_pretrained"
+                    raise ConfigError(text, remedy=remedy)
+                raise ConfigError(f"{directory} has no weights in safetensors", remedy=NEEDED_FILES)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytearray:
         """Read bytes [start, stop) of a tensor; by default all. Raises ``KeyError``, ``ValueError``: no such tensor or
@@ -142,7 +166,9 @@ class TensorTable:
         end = entry.size_bytes if stop is None else stop
         if not 0 <= start <= end <= entry.size_bytes:
             raise ValueError(f"{name} has {entry.size_bytes} bytes, not {start} to {stop}")
-        return self._read(entry.file, entry.start + start, end - start)
+        path = self.directory / entry.file
+        with translating("read", path), path.open("rb", buffering=0) as file:
+            return read_exactly(file, entry.start + start, end - start)
 
     def fingerprint(self) -> str:
         """A fingerprint that distinguishes weights with the same name: 32 hex digits, in milliseconds.
@@ -158,54 +184,13 @@ class TensorTable:
 
     def _read_index(self) -> dict[str, TensorEntry]:
         path = self.directory / INDEX_FILE
-        size = self._size(path)
-        if size > MAX_HEADER_BYTES:
-            raise StorageError(f"{path} is larger than the {MAX_HEADER_BYTES} bytes it may have")
-        encoded = bytes(self._read(INDEX_FILE, 0, size))
-        where = self._parse(lambda: index_files_untrusted(encoded))
-        files = {file: self._header(file) for file in sorted(set(where.values()))}
+        with _of_storage(self.directory):
+            where = index_files_untrusted(_DISK.read(path, max_bytes=MAX_HEADER_BYTES))
+        files = {file: read_header(_DISK, self.directory, file)[0] for file in sorted(set(where.values()))}
         lost = next((name for name, file in where.items() if name not in files[file]), None)
         if lost is not None:
             raise StorageError(f"{path} lists {lost} in {where[lost]}, which lacks it", remedy=_AGAIN)
         return {name: files[file][name] for name, file in where.items()}
-
-    def _header(self, file: str) -> dict[str, TensorEntry]:
-        size = self._size(self.directory / file)
-        length = int.from_bytes(self._read(file, 0, min(size, _LENGTH_BYTES)), "little")
-        if length > min(size - _LENGTH_BYTES, MAX_HEADER_BYTES):
-            problem = f"{self.directory / file} is damaged: its header claims {length} bytes"
-            raise StorageError(problem, remedy=_AGAIN)
-        header = bytes(self._read(file, _LENGTH_BYTES, length))
-        return self._parse(lambda: header_entries_untrusted(header, file, size))
-
-    def _parse(self, parse: Callable[[], _T]) -> _T:
-        try:
-            return parse()
-        except ProtocolError as error:
-            raise StorageError(f"the model in {self.directory} is damaged: {error.message}", remedy=_AGAIN) from error
-
-    def _size(self, path: Path) -> int:
-        try:
-            return path.stat().st_size
-        except OSError as error:
-            raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
-
-    def _read(self, file: str, start: int, size_bytes: int) -> bytearray:
-        path = self.directory / file
-        data = bytearray(size_bytes)
-        left = memoryview(data)
-        try:
-            with path.open("rb", buffering=0) as opened:
-                opened.seek(start)
-                while left:
-                    count = opened.readinto(left)
-                    if not count:
-                        problem = f"{path} ends {len(left)} bytes too early"
-                        raise StorageError(problem, remedy=_AGAIN)
-                    left = left[count:]
-        except OSError as error:
-            raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
-        return data
 
 
 def adapter_alone(directory: Path) -> ConfigError:
@@ -233,11 +218,11 @@ def _are_sizes(values: Any) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 48 for value in values)
 
 
-def _json_object_untrusted(encoded: bytes | memoryview, what: str) -> dict[str, Any]:
+def _json_object_untrusted(encoded: bytes, what: str) -> dict[str, Any]:
     if len(encoded) > MAX_HEADER_BYTES:
         raise ProtocolError(f"{what} is longer than {MAX_HEADER_BYTES} bytes")
     try:
-        value = json.loads(bytes(encoded), object_pairs_hook=_without_repeats)
+        value = json.loads(encoded, object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"{what} is not JSON ({type(error).__name__})") from error
     if not isinstance(value, dict) or len(value) > MAX_TENSORS:

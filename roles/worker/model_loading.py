@@ -44,7 +44,6 @@ from roles.model_directory import (
     hash_ranges,
     make_page,
     open_model,
-    read_table,
 )
 from roles.worker.context import PeerContext
 from roles.worker.part_cache import Part, PartCache, PartKey, part_key
@@ -379,7 +378,7 @@ class Loader:
         if not path:
             return None
         with suppress(StorageError, ConfigError):
-            return await self._disk.submit(partial(read_table, Path(path)))
+            return await self._disk.submit(partial(TensorTable, Path(path)))
         return None
 
     async def _read(self, own: TensorTable, record: TensorRecord) -> bytearray | None:

@@ -22,8 +22,8 @@ from p2ptrain.core.tensor_files import (
     MAX_DIMS,
     MAX_TENSORS,
     config_untrusted,
-    header_entries_untrusted,
     index_files_untrusted,
+    parse_header_untrusted,
 )
 from roles.worker.checkpoint_assembler import parse_offer_untrusted
 from wire.job_messages import FilesRequest
@@ -61,14 +61,14 @@ _ODD: Any = st.sampled_from([b"[" * 5000, b'{"a":' * 5000, b"\xff\xfe", b"9" * 5
     _headers()
     | st.tuples(mutated(_headers().map(lambda case: case[0])), st.integers(0, _FILE_BYTES))
     | st.tuples(_HUGE.map(lambda named: json.dumps(named).encode()) | _ODD | st.binary(max_size=40), st.just(64)),
-    "p2ptrain.core.tensor_files.header_entries_untrusted",
+    "p2ptrain.core.tensor_files.parse_header_untrusted",
     "p2ptrain.core.tensor_files._entry_untrusted",
     "p2ptrain.core.tensor_files._json_object_untrusted",
     peak_bytes=8 << 20,  # a thousand levels of nesting, until it is refused
 )
 def _check_header(case: tuple[bytes, int]) -> None:
     header, file_bytes = case
-    entries = header_entries_untrusted(header, "model.safetensors", file_bytes)
+    entries, _ = parse_header_untrusted(header, "model.safetensors", file_bytes)
     covered = 8 + len(header)
     for entry in sorted(entries.values(), key=lambda each: (each.start, each.stop)):
         assert entry.start == covered

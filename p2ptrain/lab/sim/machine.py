@@ -359,7 +359,7 @@ class ProcessDisk:
     def read_range(self, path: Path, start: int, stop: int) -> bytes:
         data = self._file(path).data[start:stop]
         if len(data) != stop - start:
-            raise StorageError(f"{path} is too short: it has no bytes {start} to {stop}")
+            raise StorageError(f"{path} ends {stop - start - len(data)} bytes too early")
         return data
 
     def hash_file(self, path: Path) -> str:
