@@ -177,11 +177,8 @@ async def split(scene: Scene, directory: Path, stages: int) -> AsyncIterator[Sta
     await pool.close()
 
 
-@pytest.mark.parametrize("stages", [2, 3])
-async def test_texts_of_a_split_model(
-    model: tuple[Any, Path], wanted: list[Written], tmp_path: Path, stages: int
-) -> None:
-    async with scene_of(tmp_path, stand_ins=RealParts) as scene, split(scene, model[1], stages) as chain:
+async def test_texts_of_a_split_model(model: tuple[Any, Path], wanted: list[Written], tmp_path: Path) -> None:
+    async with scene_of(tmp_path, stand_ins=RealParts) as scene, split(scene, model[1], 3) as chain:
         service = service_of(chain, model[1])
         for request, alone in zip(REQUESTS[:3], wanted, strict=False):
             check_equal(await write_with_drafts(service, request, alone), alone)
