@@ -292,17 +292,12 @@ def test_a_run_that_fails_in_the_middle_leaves_what_was_kept(
 
 def test_sessions_that_cannot_be(loaded: Callable[[str], Loaded], limit_host: Callable[[int], None]) -> None:
     part = loaded("llama-tied")[2][0]
-    for positions, sampling, cause in (
-        (129, GREEDY, "129 positions are more than the model's context of 128"),
-        (0, GREEDY, "0 positions"),
-        (8, Sampling(temperature=-1), "temperature"),
-        (8, Sampling(temperature=float("nan")), "temperature"),
-        (8, Sampling(top_k=-1), "top_k"),
-        (8, Sampling(top_p=0), "top_p"),
-        (8, Sampling(seed=2**64), "seed"),
+    for positions, cause in (
+        (129, "129 positions are more than the model's context of 128"),
+        (0, "0 positions"),
     ):
         with pytest.raises(UserError, match=cause) as caught:
-            open_session(part, "s", positions=positions, sampling=sampling)
+            open_session(part, "s", positions=positions, sampling=GREEDY)
         assert caught.value.remedy
     open_session(part, "s", positions=128, sampling=GREEDY)
     with pytest.raises(UserError, match="already has a session 's'"):

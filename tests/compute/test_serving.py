@@ -55,8 +55,11 @@ def test_what_cannot_be_names_the_file(key: str, value: str) -> None:
 @pytest.mark.parametrize(
     "asked",
     [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
         {"top_p": 0},
         {"top_k": -1},
+        {"seed": 2**64},
         {"min_p": 1.1},
         {"repetition_penalty": 0.0},
         {"presence_penalty": 101.0},
@@ -72,5 +75,5 @@ def test_what_cannot_be_names_the_option(asked: dict[str, Any]) -> None:
 
 def test_more_tokens_than_a_message_can_tell_of_are_refused_at_once() -> None:
     assert SamplingOptions(top_k=2**31).of({}).top_k == 2**31
-    with pytest.raises(UserError, match="top_k is more than"):
+    with pytest.raises(UserError, match="is not from 0 to 2147483648"):
         SamplingOptions(top_k=10**23)
