@@ -69,8 +69,49 @@ _LIMITS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the last stage samples tokens, as in transformers' ``generate``. Raises ``UserError`` for an invalid value.
+class SamplingOptions:
+    """A person's options, as in ``Sampling``; None: the model's default. Raises ``UserError`` for an invalid value."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, (allowed, is_allowed, remedy) in _LIMITS.items():
+            if (value := getattr(self, name)) is not None and not is_allowed(value):
+                raise UserError(f"{name} = {str(value)[:40]} is not {allowed}", remedy=remedy)
+        valid = [token >= 0 and _BIAS[1](bias) for token, bias in self.logit_bias]
+        if len(valid) > MOST_BIASES or not all(valid):
+            text = f"logit_bias has more than {MOST_BIASES} tokens, a negative one, or a number that is not {_BIAS[0]}"
+            raise UserError(text, remedy="use fewer tokens and smaller numbers")
+
+    def of(self, table: Mapping[str, Any]) -> Sampling:
+        """Combine these options with a model's ``generation_config.json``, ``table``, as in transformers' ``generate``.
+        Options override the model's settings. Temperature 0 takes the likeliest token. Any other option enables
+        sampling. Without options the model's ``do_sample`` decides.
+
+        Raises:
+            ConfigError: a value in ``table`` is invalid.
+        """
+        options = {item.name: getattr(self, item.name) for item in fields(SamplingOptions)}
+        drawn = ("temperature", "top_k", "top_p", "min_p")
+        asked = any(options[name] is not None for name in drawn)
+        draws = self.temperature != 0 if asked else table.get("do_sample") is True
+        if not draws:
+            options |= {name: getattr(_LIKELIEST, name) for name in drawn}
+        left_out = [name for name, value in options.items() if value is None]
+        return Sampling(**options | {name: _number(table, name, getattr(USUAL, name)) for name in left_out})
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling(SamplingOptions):
+    """How the last stage samples tokens, as in transformers' ``generate``: all options are chosen.
 
     Attributes:
         temperature: 0 always takes the likeliest token.
@@ -87,22 +128,9 @@ class Sampling:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
-    seed: int = 0
-    vocab_size: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-
-    def __post_init__(self) -> None:
-        for name, (allowed, is_allowed, remedy) in _LIMITS.items():
-            if not is_allowed(getattr(self, name)):
-                raise UserError(f"{name} = {str(getattr(self, name))[:40]} is not {allowed}", remedy=remedy)
-        valid = [token >= 0 and _BIAS[1](bias) for token, bias in self.logit_bias]
-        if len(valid) > MOST_BIASES or not all(valid):
-            text = f"logit_bias has more than {MOST_BIASES} tokens, a negative one, or a number that is not {_BIAS[0]}"
-            raise UserError(text, remedy="use fewer tokens and smaller numbers")
+    vocab_size: int = 0
 
     @property
     def has_penalties(self) -> bool:
@@ -113,42 +141,6 @@ class Sampling:
 USUAL = Sampling(temperature=1.0, top_k=50, top_p=1.0)
 """transformers' defaults."""
 _LIKELIEST = Sampling(temperature=0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingOptions:
-    """A person's options, as in ``Sampling``; None: the model's default. Raises ``UserError`` for an invalid value."""
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-
-    def __post_init__(self) -> None:
-        options = {item.name: getattr(self, item.name) for item in fields(self)}
-        Sampling(**{name: value for name, value in options.items() if value is not None})
-
-    def of(self, table: Mapping[str, Any]) -> Sampling:
-        """Combine these options with a model's ``generation_config.json``, ``table``, as in transformers' ``generate``.
-        Options override the model's settings. Temperature 0 takes the likeliest token. Any other option enables
-        sampling. Without options the model's ``do_sample`` decides.
-
-        Raises:
-            ConfigError: a value in ``table`` is invalid.
-        """
-        options = {item.name: getattr(self, item.name) for item in fields(self)}
-        drawn = ("temperature", "top_k", "top_p", "min_p")
-        asked = any(options[name] is not None for name in drawn)
-        draws = self.temperature != 0 if asked else table.get("do_sample") is True
-        if not draws:
-            options |= {name: getattr(_LIKELIEST, name) for name in drawn}
-        left_out = [name for name, value in options.items() if value is None]
-        return Sampling(**options | {name: _number(table, name, getattr(USUAL, name)) for name in left_out})
 
 
 def _number(table: Mapping[str, Any], name: str, usual: float) -> float:
