@@ -30,7 +30,7 @@ from p2ptrain.compute.model import flops_per_token, parameter_count
 from p2ptrain.compute.passes import PRECISIONS, DeviceBatch, MicroBatchReader
 from p2ptrain.compute.recipe import ModelRecipe, TrainingSpec, tokenizer_and_config
 from p2ptrain.compute.served_part import load_module
-from p2ptrain.compute.text import ModelText
+from p2ptrain.compute.text import ModelText, TextWriter
 from p2ptrain.compute.tuning import ALL_OF_IT
 from p2ptrain.core.errors import ConfigError, ConnectionLost, JobFailed
 from p2ptrain.core.serving import COLDEST, SamplingOptions
@@ -234,7 +234,8 @@ class TransformersWriter:
             seconds = time.perf_counter() - began
         if [len(row) for row in made] != [max_new_tokens] * len(prompts):
             raise JobFailed("transformers wrote texts of other lengths")
-        writers = [self._text.writer(row) for row in ids]
+        text = self._text
+        writers = [TextWriter(text.tokenizer.backend, row, end_tokens=text.end_tokens) for row in ids]
         pieces = [[writer.take(token) for token in row] for writer, row in zip(writers, made, strict=True)]
         return ["".join([*text, writer.finish()]) for writer, text in zip(writers, pieces, strict=True)], seconds
 

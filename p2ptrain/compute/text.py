@@ -92,18 +92,6 @@ class ModelText:
                 remedy=(f"ask for at most {room} new tokens, or " if room > 0 else "") + "shorten the prompt",
             )
 
-    def writer(
-        self,
-        prompt: Sequence[int] = (),
-        *,
-        stop: Iterable[str] = (),
-        end_tokens: frozenset[int] | None = None,
-        stop_ids: Iterable[int] = (),
-    ) -> TextWriter:
-        """A writer for the tokens that follow ``prompt``. Raises ``UserError`` for an empty stop string."""
-        ends = self.end_tokens if end_tokens is None else end_tokens
-        return TextWriter(self.tokenizer.backend, prompt, stop=stop, end_tokens=ends, stop_ids=stop_ids)
-
     def sampling(self, options: SamplingOptions) -> Sampling:
         """Sampling with the person's options, and the model's defaults for the rest. Raises ``ConfigError``."""
         return options.of(self._settings)

@@ -360,7 +360,8 @@ class ModelTextService:
             self.token_bytes(0)  # the first call takes long
         constraint = Constraint(self._table, request.grammar, ends) if request.grammar else None
         known_ends = frozenset[int]() if request.ignore_end else ends
-        writer = text.writer(ids, stop=stop, end_tokens=known_ends, stop_ids=request.stop_ids)
+        backend = text.tokenizer.backend
+        writer = TextWriter(backend, ids, stop=stop, end_tokens=known_ends, stop_ids=request.stop_ids)
         return PreparedText(ids, most, left_out, writer, text.sampling(request.sampling), constraint)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
