@@ -201,12 +201,12 @@ class LogprobTable:
         return {
             "tokens": [self._name(token) for token in tokens],
             "token_logprobs": [each and finite(each.logprob) for each in logprobs],
-            "top_logprobs": [each and self._likeliest(each) for each in logprobs],
+            "top_logprobs": [
+                each and {self._name(token): finite(value) for token, value in (*each.top, (each.token, each.logprob))}
+                for each in logprobs
+            ],
             "text_offset": offsets,
         }
-
-    def _likeliest(self, scored: TokenLogprob) -> dict[str, float]:
-        return {self._name(token): finite(value) for token, value in (*scored.top, (scored.token, scored.logprob))}
 
     def _name(self, token: int) -> str:
         """Text of a token; of an incomplete character its bytes."""

@@ -100,19 +100,14 @@ def _turns(fields: CountFields) -> tuple[Turn, ...]:
     return turns.finish("messages")
 
 
-def _grammar(fields: CountFields) -> str:
-    """Raises ``Problem``."""
-    config = fields.output_config or _OutputConfig()
-    bodies.check_others(config)
-    return read_format(config.format, "output_config.format.schema", is_strict=True)
-
-
 def _add_blocks(turns: bodies.TurnList, role: str, blocks: Sequence[_Block], where: str) -> None:
     """Successive blocks of text are one turn."""
     texts = list[str]()
     for index, block in enumerate(blocks):
         place = f"{where}.{index}"
-        _check_block(block, role, place)
+        bodies.check_needed(block, _NEEDED[block.type], place)
+        if block.type != "text" and (block.type == "tool_use") != (role == "assistant"):
+            raise wrong(f"{place}.type", f"a message of the {role} has no such block")
         if block.type == "text":
             texts.append(block.text or "")
             continue
@@ -125,12 +120,6 @@ def _add_blocks(turns: bodies.TurnList, role: str, blocks: Sequence[_Block], whe
             turns.add_result(block.tool_use_id or "", bodies.joined(block.content), f"{place}.tool_use_id")
     if texts:
         turns.add_text(role, "\n".join(texts))
-
-
-def _check_block(block: _Block, role: str, where: str) -> None:
-    bodies.check_needed(block, _NEEDED[block.type], where)
-    if block.type in ("tool_use", "tool_result") and (block.type == "tool_use") != (role == "assistant"):
-        raise wrong(f"{where}.type", f"a message of the {role} has no such block")
 
 
 def _tool_use(fields: CountFields) -> ToolUse:
@@ -151,7 +140,9 @@ class MessageAnswer(OneTextAnswer):
 
     def __init__(self, body: bytes, origin: AnswerOrigin) -> None:
         fields = bodies.read_body_of(MessageFields, body)
-        grammar, most = _grammar(fields), fields.max_tokens
+        config, most = fields.output_config or _OutputConfig(), fields.max_tokens
+        bodies.check_others(config)
+        grammar = read_format(config.format, "output_config.format.schema", is_strict=True)
         text = text_request(fields, origin, turns=_turns(fields), max_new_tokens=most, grammar=grammar)
         text = replace(text, stop=(*text.stop, *(fields.stop_sequences or ())))
         super().__init__(fields, origin, [text], _tool_use(fields))
