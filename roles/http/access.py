@@ -49,9 +49,11 @@ class Keys:
         self._remedy = remedy
         self._permits = {_digest(key.encode()): permit for key, permit in permits.items()}
 
-    def permit(self, authorization: str) -> str:
-        """What the bearer of the key in this header may do. Raises ``Problem`` without a valid key."""
-        scheme, _, shown = authorization.partition(" ")
+    def permit(self, headers: Headers, offered: str = "") -> str:
+        """What the bearer of the key in these headers, or of the ``offered`` one, may do. Raises ``Problem`` without a
+        valid key."""
+        key = headers.get("x-api-key") or offered  # the first one is of Anthropic's clients
+        scheme, _, shown = (headers.get("authorization") or f"Bearer {key}").partition(" ")
         if not shown:
             raise Problem(401, f"locked: {self._remedy}", code="missing_api_key", headers=_BEARER)
         # A digest says nothing about how much of a key was right, so the time of this look-up does not, either.

@@ -154,8 +154,7 @@ class HttpApp(JsonApp):
         if self._pages_refused:
             refuse_pages(asked.headers, "to allow it, start the endpoint with an API key")
         if self._keys is not None and asked.scope["path"] != _HEALTH:
-            key = asked.headers.get("x-api-key")  # of Anthropic's clients
-            self._keys.permit(asked.headers.get("authorization") or (f"Bearer {key}" if key else ""))
+            self._keys.permit(asked.headers)
 
     async def _health(self, request: HttpRequest) -> Response:
         return json_response({"status": "ok"})

@@ -101,7 +101,6 @@ async def follow(
 
 _WITHOUT_KEY = (f"{ROOT}/openapi.json", f"{ROOT}/docs")
 _KEY_PREFIX = "bearer."
-_OPERATE = "use the operator key"
 SUBPROTOCOL = "p2ptrain.v1"
 TRY_AGAIN = 1013
 """Close code: the seed is away for a moment."""
@@ -207,14 +206,10 @@ class WebApp(JsonApp):
         writes = path.startswith(("/v1/", *OTHER_PATHS))
         if self._keys is None or path in _WITHOUT_KEY or not (writes or path.startswith((ROOT, "/metrics"))):
             return
-        shown = [f"Bearer {name.removeprefix(_KEY_PREFIX)}" for name in offered if name.startswith(_KEY_PREFIX)]
-        if writes and "x-api-key" in asked.headers:  # of Anthropic's clients
-            shown = [f"Bearer {asked.headers['x-api-key']}"]
-        permit = self._keys.permit(asked.headers.get("authorization") or "".join(shown[:1]))
-        if permit == READ and writes:
-            raise Problem(403, "this key may only look, not write texts", code="read_only", remedy=_OPERATE)
-        if permit == READ and asked.scope.get("method", "GET") not in ("GET", "HEAD"):
-            raise Problem(403, "this key may only read", code="read_only", remedy=_OPERATE)
+        shown = (name.removeprefix(_KEY_PREFIX) for name in offered if name.startswith(_KEY_PREFIX))
+        permit, reads = self._keys.permit(asked.headers, next(shown, "")), ("GET", "HEAD")
+        if permit == READ and (writes or asked.scope.get("method", "GET") not in reads):
+            raise Problem(403, "this key may only look", code="read_only", remedy="use the operator key")
 
     async def _endpoint(self, endpoint: Endpoint, request: Request) -> Response:
         query = read_query(endpoint.query, request.query_params)
