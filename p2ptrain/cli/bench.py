@@ -44,7 +44,6 @@ TlsOption = Annotated[bool, option("--tls", "Encrypt all connections, as between
 def allreduce(
     workers: WorkersOption = 2,
     sizes: Annotated[str, option("--sizes LIST", f"Tensor sizes; default: {SIZES}, with --link {LINK_SIZES}.")] = "",
-    dtype: Annotated[str, option("--elements TYPE", "Element type of the tensor.")] = "float32",
     codec: CodecOption = "fp32",
     link: LinkOption = "",
     tls: TlsOption = False,
@@ -67,26 +66,19 @@ def allreduce(
       p2ptrain bench allreduce --backend torch
     """
     from p2ptrain.core.texts import size_of
-    from p2ptrain.lab.bench.network import AllReducePlan, BenchRing, measure_allreduce
+    from p2ptrain.lab.bench.network import ITEM_BYTES, AllReducePlan, BenchRing, measure_allreduce
     from p2ptrain.lab.bench.runner import MEMBER_BYTES, check_fits
-    from ring.dtypes import storage_dtype
 
     _check_names(link, codec)
     _check_backend(backend, plain=not (link or tls or codec != "fp32"))
-    try:
-        item_bytes = storage_dtype(dtype).itemsize
-    except ValueError as error:
-        raise UserError(str(error), remedy="choose one of these with --elements") from None
-    if codec != "fp32" and dtype != "float32":
-        raise UserError(f"the codec {codec} is for float32, not {dtype}", remedy="leave out --elements, or --codec")
     listed = sizes or (LINK_SIZES if link else SIZES)
     chosen = sorted({size_of(part) for part in listed.split(",") if part.strip()})
-    if not chosen or any(size_bytes % item_bytes for size_bytes in chosen):
-        raise UserError(f"--sizes {listed}: a size is not a whole number of {dtype} elements", remedy="such as 64K,1M")
+    if not chosen or any(size_bytes % ITEM_BYTES for size_bytes in chosen):
+        raise UserError(f"--sizes {listed}: a size is no multiple of {ITEM_BYTES} bytes", remedy="such as 64K,1M")
     need_bytes = workers * (MEMBER_BYTES + 3 * chosen[-1])  # a member's own tensor, and two that Gloo keeps
     check_fits(f"{workers} peers with tensors of {chosen[-1] / 2**20:,.0f} MiB", need_bytes)
     ring = BenchRing(link, tls, codec=codec)
-    plan = AllReducePlan(workers, chosen, dtype, item_bytes, ring, rounds, backend == "torch")
+    plan = AllReducePlan(workers, chosen, ring, rounds, backend == "torch")
     _measure(plan.report(), lambda bench, report: measure_allreduce(bench, plan, report), as_json)
 
 
@@ -259,7 +251,7 @@ def pipeline(
     from p2ptrain.lab.bench.pipeline import PipelinePlan, measure_pipeline
     from p2ptrain.lab.bench.runner import PLAIN_BYTES, check_fits, numbers_of
 
-    payload_bytes, round_trips_ms = size_of(payload), numbers_of(rtt, "--rtt", 9999)
+    payload_bytes, round_trips_ms = size_of(payload), numbers_of(rtt, "--rtt", float, 0, 9999)
     what = f"{stages} stages with {micro_batches} payloads of {human_bytes(payload_bytes)}"
     need_bytes = stages * (PLAIN_BYTES + 2 * micro_batches * payload_bytes)  # all of a step may wait, out and in
     check_fits(what, need_bytes)
@@ -303,8 +295,8 @@ def generate(
         str(verifier.absolute()) if verifier else "",
         str(drafter.absolute()) if drafter else "",
         split,
-        numbers_of(rtt, "--rtt", 9999),
-        numbers_of(alpha, "--alpha", 1),
+        numbers_of(rtt, "--rtt", float, 0, 9999),
+        numbers_of(alpha, "--alpha", float, 0, 1),
         pass_ms / 1e3,
         draft_ms / 1e3,
         tokens,
@@ -340,14 +332,14 @@ def serve(
       p2ptrain bench serve --model runs/tiny/checkpoints/step-100 --at-once 1,4
     """
     from p2ptrain.lab.bench.generate import check_models
-    from p2ptrain.lab.bench.runner import whole_numbers_of
+    from p2ptrain.lab.bench.runner import numbers_of
     from p2ptrain.lab.bench.serve import RANDOM_MODELS, ServePlan, measure_serve
 
     check_models(model, None, 0)
     chosen = [size.strip() for size in sizes.split(",")]
     for size in chosen:
         check_one_of("--sizes", size, list(RANDOM_MODELS))
-    numbers, stage_numbers = whole_numbers_of(texts, "--at-once", 1, 64), whole_numbers_of(stages, "--splits", 0, 15)
+    numbers, stage_numbers = numbers_of(texts, "--at-once", int, 1, 64), numbers_of(stages, "--splits", int, 0, 15)
     at, cores = str(model.absolute()) if model else "", threads or os.cpu_count() or 1
     shape = (numbers, prompt_tokens, tokens, stage_numbers)
     plan = ServePlan(at, chosen, *shape, rtt, cores, rounds)

@@ -51,12 +51,10 @@ class GlooGroup:
         except RuntimeError as error:
             raise ConnectionLost(f"Gloo could not connect the workers: {line_of(error)}") from error
 
-    def all_reduce(self, buffer: npt.NDArray[np.generic], dtype: str, backend: str) -> None:
-        """Sum over all members, in place; ``dtype`` as in ``ring.dtypes``. Raises ``ConnectionLost``."""
+    def all_reduce(self, buffer: npt.NDArray[np.generic], backend: str) -> None:
+        """Sum over all members, in place. Raises ``ConnectionLost``."""
         try:
-            tensor = torch.from_numpy(buffer.view(np.int16) if dtype == "bfloat16" else buffer)
-            tensor = tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
-            dist.all_reduce(tensor, group=self.groups[backend])
+            dist.all_reduce(torch.from_numpy(buffer), group=self.groups[backend])
         except RuntimeError as error:
             raise ConnectionLost(f"the all-reduce of {backend} failed: {line_of(error)}") from error
 

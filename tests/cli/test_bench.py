@@ -116,7 +116,7 @@ SECONDS = {"ring": (0.010, 0.020), "gloo": (0.040, 0.030), "sockets": (0.005, 0.
 
 
 async def allreduce(members: FakeMembers, *, rounds: int = 4, **ring: Any) -> BenchReport:
-    plan = AllReducePlan(2, [1 << 20], "float32", 4, BenchRing(**ring), rounds)
+    plan = AllReducePlan(2, [1 << 20], BenchRing(**ring), rounds)
     report = plan.report()
     await measure_allreduce(OpenBench(members), plan, report)
     return report
@@ -345,7 +345,6 @@ async def test_a_row_shows_the_facts_of_its_contender() -> None:
         (("allreduce", "--workers", "1"), "--workers: 1 "),
         (("allreduce", "--sizes", "4K,nothing"), "'nothing' is not a size"),
         (("allreduce", "--codec", "int9"), "no codec is named 'int9'"),
-        (("allreduce", "--codec", "int8", "--elements", "float64"), "is for float32"),
         (("allreduce", "--link", "moon"), "no link preset 'moon'"),
         (("step", "--workers", "9"), "9 workers cannot share the 8 micro-batches"),
         (("step", "--profile", "none-such"), "none-such"),

@@ -28,7 +28,6 @@ from p2ptrain.lab.bench.sockets import SocketRing, peer_id
 from p2ptrain.lab.ring_member import LocalMember, local_view
 from ring.chain import Payload
 from ring.codecs import Codec, codec_named
-from ring.dtypes import storage_dtype
 from ring.planning.schedule import StageSchedule
 from ring.session import RingSession
 from ring.view import View
@@ -83,10 +82,9 @@ class BenchMember:
         self._session: RingSession | None = None
         self._gloo: GlooGroup | None = None
         self._sockets: dict[str, SocketRing] = {}
-        self._buffer: npt.NDArray[Any] = np.zeros(0, np.float32)
+        self._buffer: npt.NDArray[np.float32 | np.uint8] = np.zeros(0, np.float32)
         self._landed: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
-        self._tiles: list[npt.NDArray[Any]] = []
-        self._dtype = "float32"
+        self._tiles: list[npt.NDArray[np.float32]] = []
         self._codec: Codec | None = None
         self._piece_bytes = 0
         self._training: TrainingMember | None = None
@@ -152,14 +150,14 @@ class BenchMember:
 
     # ------------------------------------------------------------------------------------------------------- all-reduce
 
-    async def prepare(self, *, dtype: str, numel: int, codec: str, piece_bytes: int) -> Answer:
-        """Allocate the tensor, and the pattern with which each rank fills it."""
-        storage = storage_dtype(dtype)
-        self._dtype, self._piece_bytes = dtype, piece_bytes
+    async def prepare(self, *, numel: int, codec: str, piece_bytes: int) -> Answer:
+        """Allocate the tensor, and the pattern with which each rank fills it, which resembles gradients."""
+        self._piece_bytes = piece_bytes
         self._codec = codec_named(codec) if codec != "fp32" else None
-        self._tiles = [_tile(rank, dtype, storage) for rank in range(self.size)]
-        self._buffer, self._landed = np.zeros(0, storage), np.zeros(0, np.uint8)  # free the old ones first
-        self._buffer = np.empty(numel, storage)
+        generators = map(np.random.default_rng, range(self.size))
+        self._tiles = [generator.standard_normal(TILE_NUMEL, np.float32) for generator in generators]
+        self._buffer, self._landed = np.zeros(0, np.float32), np.zeros(0, np.uint8)  # free the old ones first
+        self._buffer = np.empty(numel, np.float32)
         self._landed = np.zeros(self._buffer.nbytes, np.uint8)
         self._fill()
         gc.collect()
@@ -183,10 +181,10 @@ class BenchMember:
         """Reduce once more; return the digest of the result, and its relative error against the known sum."""
         self._fill()
         await self._reduce(contender)
-        expected = sum((_values(tile, self._dtype) for tile in self._tiles), start=np.zeros(TILE_NUMEL))
+        expected = sum(self._tiles, start=np.zeros(TILE_NUMEL))
         lost = total = 0.0
         for start in range(0, self._buffer.size, TILE_NUMEL):
-            part = _values(self._buffer[start : start + TILE_NUMEL], self._dtype)
+            part = self._buffer[start : start + TILE_NUMEL].astype(np.float64)
             lost += float(np.square(part - expected[: part.size]).sum())
             total += float(np.square(expected[: part.size]).sum())
         digest = xxhash.xxh3_128_hexdigest(self._buffer.view(np.uint8).data)
@@ -195,12 +193,12 @@ class BenchMember:
     async def _reduce(self, contender: str) -> None:
         match contender:
             case "ring":
-                await self.session.submit(self._buffer, self._dtype, codec=self._codec)
+                await self.session.submit(self._buffer, "float32", codec=self._codec)
             case "ring plain":
-                await self.session.submit(self._buffer, self._dtype)
+                await self.session.submit(self._buffer, "float32")
             case "gloo" | "p2p":
                 assert self._gloo is not None
-                self._gloo.all_reduce(self._buffer, self._dtype, contender)
+                self._gloo.all_reduce(self._buffer, contender)
             case _:  # sockets move what an all-reduce moves: 2 (n - 1) / n of the tensor out, and as much in
                 total_bytes = max(1, 2 * (self.size - 1) * self._buffer.nbytes // self.size)
                 self._sockets[contender].exchange(
@@ -315,20 +313,3 @@ class BenchMember:
         options = SamplingOptions(temperature=temperature, seed=seed)
         texts, seconds = await asyncio.to_thread(self._writer.write, prompts, tokens, options, **how)
         return {"texts": texts, "seconds": seconds}
-
-
-def _tile(rank: int, dtype: str, storage: np.dtype[Any]) -> npt.NDArray[Any]:
-    """The pattern of one rank, a function of the rank and type alone, shape (TILE_NUMEL,). It resembles gradients."""
-    generator = np.random.default_rng(rank)
-    if storage.kind in "iu" and dtype != "bfloat16":
-        return generator.integers(0, 8, TILE_NUMEL).astype(storage)  # sums of 16 such values fit into every type
-    values = generator.standard_normal(TILE_NUMEL, np.float32)
-    if dtype == "bfloat16":
-        return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
-    return values.astype(storage)
-
-
-def _values(stored: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float64]:
-    if dtype == "bfloat16":
-        return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
-    return stored.astype(np.float64)

@@ -11,16 +11,15 @@ import asyncio
 import json
 import math
 import os
-import re
 import shutil
 import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from p2ptrain.cluster.console import Console, stoppable, unless_stopped
 from p2ptrain.cluster.local_cluster import PeerProcess
@@ -35,6 +34,7 @@ MEMBER_BYTES, PLAIN_BYTES = 400 << 20, 80 << 20
 """Resident memory of a member that has loaded torch, before it holds any tensor; and of one without torch."""
 
 Answer = dict[str, Any]
+N = TypeVar("N", int, float)
 Sample = Callable[[str], Awaitable[Sequence[float]]]
 """Has a contender work; returns the seconds of one or more samples."""
 
@@ -176,21 +176,15 @@ def _environment(threads: int) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------ checks of the options
 
 
-def numbers_of(text: str, option: str, most: float) -> list[float]:
-    """Read a list of numbers from 0 to ``most``, with commas between; sorted, each once. Raises ``UserError``."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    form = re.compile(r"\d{0,4}\.?\d{1,4}", re.ASCII)
-    if not parts or not all(form.fullmatch(part) and float(part) <= most for part in parts):
-        raise UserError(f"{option} {text!r} is not a list of numbers, 0 to {most:g}", remedy=f"such as {option} 0,.5")
-    return sorted({float(part) for part in parts})
-
-
-def whole_numbers_of(text: str, option: str, least: int, most: int) -> list[int]:
-    """As ``numbers_of``, for whole numbers from ``least`` to ``most``."""
-    numbers = [int(number) if number.is_integer() else -1 for number in numbers_of(text, option, most)]
-    if numbers[0] < least or -1 in numbers:
-        raise UserError(f"{option} {text!r} is not a list of whole numbers, {least} to {most}")
-    return numbers
+def numbers_of(text: str, option: str, kind: type[N], least: int, most: int) -> list[N]:
+    """Read a list of numbers, with commas between; sorted, each once. Raises ``UserError``."""
+    found = set[N]()
+    with suppress(ValueError):
+        found = {kind(part) for part in text.split(",")}
+    if not found or not all(least <= number <= most for number in found):
+        what = f"a list of {'whole ' * (kind is int)}numbers, {least} to {most}"
+        raise UserError(f"{option} {text!r} is not {what}", remedy=f"such as {option} {least},{most}")
+    return sorted(found)
 
 
 def check_fits(what: str, need_bytes: int) -> None:
