@@ -165,14 +165,13 @@ class AsyncClient:
         """As ``generate``, or for messages as ``chat``, in pieces as they are written."""
         from p2ptrain.cluster.verifiers import dial_verifier
         from p2ptrain.compute.text import Turn
-        from p2ptrain.core.serving import SamplingOptions, StopStrings
+        from p2ptrain.core.serving import SamplingOptions
         from roles.serving.texts import TextRequest
 
         if unknown := settings.keys() - TextSettings.__annotations__.keys():
             raise UserError(f"{min(unknown)} is no setting of a text", remedy="use those of docs/python.md")
         stop = settings.get("stop", ())
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        StopStrings(stops)  # raises ``UserError``
         options = (settings.get("temperature"), settings.get("top_k"), settings.get("top_p"), settings.get("seed", 0))
         prompt, messages = (text, ()) if isinstance(text, str) else ("", text)
         turns = tuple(Turn(message.get("role", ""), message.get("content", "")) for message in messages)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from p2ptrain.compute.text import ASSISTANT, SYSTEM, TOOL, USER, ChatFormat, Conversation, ModelText, TextWriter, Turn
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, UserError
-from p2ptrain.core.serving import MOST_TOP_LOGPROBS, Sampling, TokenLogprob, token_logprobs
+from p2ptrain.core.serving import Sampling, TokenLogprob, token_logprobs
 from p2ptrain.core.world import World
 from roles.background import Background
 from roles.pass_queue import SHARED_CHUNK
@@ -343,7 +343,8 @@ class ModelTextService:
 
     def _prepare_ids(self, request: TextRequest) -> PreparedText:
         text, ends, stop, left_out = self._text, self._text.end_tokens, request.stop, 0
-        check_request(request)
+        if request.grammar and request.ignore_end:
+            raise UserError("a grammar says where the text ends, so its end cannot be ignored", remedy="leave one out")
         if request.turns:
             form = self.form
             wanted = request.max_new_tokens or (CONVERSATION_POSITIONS if self.context is None else None)
@@ -392,20 +393,6 @@ class ModelTextService:
 
     def token_bytes(self, token: int) -> bytes:
         return self._table.bytes_of(token)
-
-
-def check_request(request: TextRequest) -> None:
-    """Raise ``UserError`` for what contradicts itself."""
-    if sum(map(bool, (request.prompt, request.ids, request.turns))) > 1:
-        raise UserError("the request has more than one of prompt, token ids and conversation", remedy="send one")
-    least = 0 if request.prompt_logprobs and not request.turns else 1
-    if request.max_new_tokens is not None and request.max_new_tokens < least:
-        raise UserError(f"{request.max_new_tokens} new tokens are too few", remedy="ask for at least one")
-    if not 0 <= (request.logprobs or 0) <= MOST_TOP_LOGPROBS or (request.prompt_logprobs and request.logprobs is None):
-        text = f"log-probabilities of {request.logprobs} of the likeliest tokens"
-        raise UserError(text, remedy=f"ask for 0 to {MOST_TOP_LOGPROBS}")
-    if request.grammar and request.ignore_end:
-        raise UserError("a grammar says where the text ends, so its end cannot be ignored", remedy="leave one out")
 
 
 def _read_conversation(request: TextRequest) -> Conversation:

@@ -27,7 +27,7 @@ class TextRequest:
 
     Attributes:
         prompt, ids, turns: the text to continue, or its token ids, or a conversation whose next turn is the
-            assistant's. One of them is given.
+            assistant's. Exactly one of them is given.
         tools: of the conversation: JSON list of tools as in OpenAI's interface, for the chat template.
         max_new_tokens: None: as many as fit the model's context. 0 with ``prompt_logprobs``: nothing is written.
         stop: the text ends before the first of these strings.
@@ -42,7 +42,7 @@ class TextRequest:
 
     prompt: str = ""
     turns: Annotated[tuple[Turn, ...], Bound(0, MOST_TURNS)] = ()
-    max_new_tokens: Annotated[int, Bound(0, (1 << 31) - 1)] | None = None
+    max_new_tokens: Annotated[int, Bound(1, (1 << 31) - 1)] | None = None
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     stop: Annotated[tuple[Annotated[str, Bound(1, STOP_CHARS)], ...], Bound(0, MOST_STOPS)] = ()
     speculate: bool = True

@@ -253,9 +253,6 @@ async def test_where_a_text_ends(model: tuple[Any, Path]) -> None:
         for wrong, why in (
             ({"grammar": "start: ("}, "cannot be used"),
             ({"grammar": JSON, "ignore_end": True}, "cannot be ignored"),
-            ({"prompt": "x"}, "more than one"),
-            ({"logprobs": 21}, "log-probabilities"),
-            ({"prompt_logprobs": True}, "log-probabilities"),
             ({"ids": (256,)}, "id 256"),
             ({"sampling": SamplingOptions(logit_bias=((256, 1.0),))}, "id 256"),
         ):

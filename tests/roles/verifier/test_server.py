@@ -320,7 +320,7 @@ def _question(**changed: Any) -> bytes:
         {"turns": (Turn("user", "x"),) * 1025},
         {"stop": ("x",) * 17},
         {"stop": ("",)},
-        {"max_new_tokens": -1},
+        {"max_new_tokens": 0},
         {"grammar": "start: /x/"},
         {"logprobs": 1},
     ],
