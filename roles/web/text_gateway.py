@@ -61,10 +61,10 @@ def read_beginning(body: bytes) -> tuple[str, bytes]:
     try:
         fields = json.loads(body or b"{}")
         values = [fields.get(name) for name in ("model", "system", "instructions", "messages", "input", "prompt")]
+        first = repr([value[:2] if isinstance(value, list) else str(value)[:1024] for value in values])
     except (ValueError, RecursionError, AttributeError):
-        values = [""]
-    first = [value[:2] if isinstance(value, list) else str(value)[:1024] for value in values]
-    return values[0] if isinstance(values[0], str) else "", hashlib.blake2b(repr(first).encode()).digest()
+        values, first = [""], ""
+    return values[0] if isinstance(values[0], str) else "", hashlib.blake2b(first.encode()).digest()
 
 
 class TextGateway:

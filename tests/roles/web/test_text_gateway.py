@@ -361,3 +361,12 @@ def test_conversation_keeps_its_verifier_while_that_is_not_much_busier() -> None
     before = [order_verifiers(found, lambda info: 0.0, _digest({"prompt": str(n)}))[0] for n in range(200)]
     assert all(now is then or then is own for now, then in zip(moved, before, strict=True))
     assert {info.name for info in before} == set("abcdef"), "they share the conversations"
+
+
+def test_beginning_of_any_body_is_read() -> None:
+    from roles.web.text_gateway import read_beginning
+
+    for body in (b"", b"[]", b"{", b'{"model": 5}', b'{"messages": 1' + b"0" * 5000 + b"}"):
+        assert read_beginning(body)[0] == ""
+    for depth in range(900, 1000):
+        read_beginning(b'{"model": "m", "messages": ' + b"[" * depth + b"]" * depth + b"}")
