@@ -27,8 +27,10 @@ demo: $(VENV)/.installed ## train a small model on this machine with two workers
 
 # Three groups at a time, which take about as long. Real processes wait the most, so some that compute are with them.
 PROCESSES := tests/e2e tests/net $(wildcard tests/compute/test_c[ao]*.py) tests/compute/test_part_trainer.py
-COMPUTING := $(filter-out $(PROCESSES),$(wildcard tests/compute/test_*.py tests/roles/test_*.py))
-WAITING := $(filter-out tests/compute tests/roles $(PROCESSES) %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/ tests/roles/*/)))
+COMPUTING := $(filter-out $(PROCESSES),$(wildcard tests/compute/test_*.py)) \
+	$(filter-out %/__pycache__,$(patsubst %/,%,$(wildcard tests/roles/*/)))
+WAITING := $(wildcard tests/roles/test_*.py) \
+	$(filter-out tests/compute tests/roles $(PROCESSES) %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 
 test: $(VENV)/.installed-dev ## run all tests
 	@logs=$$(mktemp -d); \
