@@ -25,7 +25,7 @@ def _figure(value: float | None) -> float | None:
 
 class ClusterInfo(Record):
     """The seed itself. ``started_at`` is in Unix seconds. ``policy``: by which the pool gives workers their tasks.
-    ``moves``: of workers from one task to another so far."""
+    ``moves``: of workers from one task to another so far. ``http``: address of its HTTP server; empty: it has none."""
 
     cluster_id: str
     name: str
@@ -36,6 +36,7 @@ class ClusterInfo(Record):
     jobs: int
     policy: str = ""
     moves: Count = 0
+    http: str = ""
 
 
 ABSENT_STATES = frozenset({"failed", "leaving", "away", "lost", "left", "evicted"})

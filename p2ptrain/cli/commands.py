@@ -91,6 +91,7 @@ class Commands(Group):
         CommandEntry("check", "check:check", "Find out why this machine cannot join a seed.", _WATCH),
         CommandEntry("generate", "generate:app", "Write text with a checkpoint.", _USE),
         CommandEntry("chat", "chat:app", "Talk with a checkpoint.", _USE),
+        CommandEntry("agent", "agent:app", "Start a coding agent that a model of the cluster answers.", _USE),
         CommandEntry("evaluate", "evaluate:app", "Measure how well a checkpoint predicts a text.", _USE),
         CommandEntry("tokenizer", "tokenizer:app", "Make a tokenizer of your own text.", _USE),
         CommandEntry("data", "data:app", "Show what a text holds for training; remove kept tokens.", _USE),

@@ -51,11 +51,12 @@ class SeedIdentity:
 
 
 class Overview:
-    """Makes the records that people see. ``address``: of the seed, for other machines. ``watch_link``: opens its web
-    page on other machines, with the key of those who only look, a secret; empty: it has none for them."""
+    """Makes the records that people see. ``address``: of the seed, for other machines. ``http``: of its HTTP server.
+    ``watch_link``: opens its web page on other machines, with the key of those who only look, a secret; empty: it has
+    none for them."""
 
     def __init__(self, identity: SeedIdentity, ports: JobPorts, jobs: JobTable, pool: Pool) -> None:
-        self.address = self.watch_link = ""
+        self.address = self.http = self.watch_link = ""
         self._identity, self._started_at = identity, ports.clock.wall()
         self._ports, self._peers, self._jobs = ports, ports.peers, jobs
         self._pool = pool
@@ -63,7 +64,7 @@ class Overview:
     def cluster_info(self) -> ClusterInfo:
         identity, peers, jobs = self._identity, len(self._peers.connected), len(self._jobs.controllers)
         about, pool = (identity.cluster_id, identity.name, __version__, self.address, self._started_at), self._pool
-        return ClusterInfo(*about, peers, jobs, pool.policy, pool.moved)
+        return ClusterInfo(*about, peers, jobs, pool.policy, pool.moved, self.http)
 
     def job_infos(self) -> list[JobInfo]:
         return [self._jobs.info(controller) for controller in self._jobs.controllers.values()]

@@ -6,6 +6,7 @@ The seed hears of the models that this server lists. While it does not answer, t
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -52,7 +53,7 @@ async def serve_upstream(member: ServingMember, url: str, key_file: Path | None)
         member.serves(server.describe)
         await server.look()
     finally:
-        await server.close()
+        await server.aclose()
 
 
 class UpstreamServer:
@@ -62,6 +63,7 @@ class UpstreamServer:
         url: of the server, without ``/v1``. key: bearer key that it needs; empty: none.
         notify: (level, kind, text), for people.
         transport: to the server; None: the network.
+        trusted: the authorities that may sign its certificate; None: the usual ones.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class UpstreamServer:
         key: str,
         notify: Callable[[str, str, str], None],
         transport: httpx2.AsyncBaseTransport | None = None,
+        trusted: ssl.SSLContext | None = None,
     ) -> None:
         self._url, self._notify = url, notify
         self._client = httpx2.AsyncClient(
@@ -78,13 +81,14 @@ class UpstreamServer:
             timeout=httpx2.Timeout(10.0, read=READ_S),
             limits=httpx2.Limits(max_connections=256),
             trust_env=False,
+            verify=trusted or True,
             transport=transport,
         )
         self._models: dict[str, Serving] = {}
         self._under_way = Counter[str]()  # by model
         self._state = ""
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         await self._client.aclose()
 
     def describe(self) -> list[Serving]:
@@ -95,7 +99,7 @@ class UpstreamServer:
         """Read the list of models again and again."""
         while True:
             try:
-                listed = {served.model: served for served in await self._read_models()}
+                listed = {served.model: served for served in await self.read_models()}
                 state = f"{self._url} has {', '.join(listed) or 'no model'}"
             except (NetworkError, ProtocolError) as problem:
                 listed, state = {}, problem.with_remedy
@@ -106,7 +110,7 @@ class UpstreamServer:
                 self._notify("info" if listed else "warning", "upstream", printable(state))
             await asyncio.sleep(LOOK_S)
 
-    async def _read_models(self) -> list[Serving]:
+    async def read_models(self) -> list[Serving]:
         """Raises ``NetworkError``, ``ProtocolError``."""
         try:
             answer = (await self._client.get("/v1/models", timeout=LOOK_S)).raise_for_status()

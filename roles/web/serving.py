@@ -113,6 +113,7 @@ async def serving_web(
         app = WebApp(seed.overview, LocalRequests(seed), create_job, more, access, allowed, texts)
         await stack.enter_async_context(serving(app, sock, tls=tls, websockets=True))
         url = f"{'http' if tls is None else 'https'}://{format_address(shown, port)}"
+        seed.overview.http = url
         if tls is not None and keys:
             seed.overview.watch_link = f"{url}/#key={next(iter(keys))}"  # the part that a browser does not send
         yield Web(url, list(keys.values()), own_certificate)

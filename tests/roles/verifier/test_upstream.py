@@ -74,7 +74,7 @@ async def test_request_passes_with_the_key_of_the_server_and_any_answer_comes_ba
     assert request.content == b'{"model": "tiny"}'
     headers = {name: request.headers.get(name) for name in ("authorization", "content-type", "cookie")}
     assert headers == {"authorization": "Bearer its key", "content-type": "application/json", "cookie": None}
-    await server.close()
+    await server.aclose()
 
 
 async def test_server_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ async def test_server_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPa
     server = double.server()
     with pytest.raises(NetworkError, match="the server http://there/base does not answer: all attempts failed"):
         await called(server)
-    await server.close()
+    await server.aclose()
 
 
 @pytest.mark.virtual_time
@@ -112,4 +112,4 @@ async def test_models_are_listed_again_and_are_away_with_their_server() -> None:
     levels, texts = zip(*double.news, strict=True)
     assert levels == ("info", "warning", "warning", "warning")
     assert sum("does not answer" in text for text in texts) == 1
-    await server.close()
+    await server.aclose()
