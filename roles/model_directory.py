@@ -176,30 +176,17 @@ class DigestCache:
             for name, (stamp, digests) in files.items()
         }
         self._disk.make_dir(self._path.parent)
-        write_atomic(self._disk, self._path, json.dumps({"files": table}).encode())
+        write_atomic(self._disk, self._path, json.dumps(table).encode())
 
     def _read_files(self) -> dict[str, HashedFile]:
         if self._files is None:
             self._files = {}
             if self._path.name in self._disk.list_dir(self._path.parent):
-                with suppress(ProtocolError, StorageError):  # damaged: the tensors are hashed again
-                    self._files = parse_cache_untrusted(self._disk.read(self._path, max_bytes=MAX_CACHE_BYTES))
+                with suppress(StorageError, ValueError, LookupError, TypeError, AttributeError):  # damaged: hash again
+                    for path, entry in json.loads(self._disk.read(self._path, max_bytes=MAX_CACHE_BYTES)).items():
+                        digests = {tensor: bytes.fromhex(text) for tensor, text in entry["digests"].items()}
+                        self._files[path] = HashedFile(FileStamp(*entry["stamp"]), digests)
         return self._files
-
-
-def parse_cache_untrusted(data: bytes) -> dict[str, HashedFile]:
-    """Parse the file of a ``DigestCache``: its files by path. Raises ``ProtocolError``."""
-    try:
-        files: dict[str, HashedFile] = {}
-        for path, entry in json.loads(data)["files"].items():
-            size_bytes, mtime_ns = (int(number) for number in entry["stamp"])
-            digests = {str(name): bytes.fromhex(text) for name, text in entry["digests"].items()}
-            if any(not digest or len(digest) % DIGEST_BYTES for digest in digests.values()):  # e.g. of an older hash
-                raise ProtocolError(f"invalid digest of a tensor in {str(path)[:80]!r}")
-            files[str(path)] = HashedFile(FileStamp(size_bytes, mtime_ns), digests)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise ProtocolError(f"the table of digests is damaged ({type(error).__name__})") from None
-    return files
 
 
 @dataclass(frozen=True, slots=True)

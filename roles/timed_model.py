@@ -17,6 +17,7 @@ import numpy as np
 
 from p2ptrain.core.errors import P2PTrainError, ProtocolError, UserError
 from p2ptrain.core.serving import Pass, Ran, Sampling
+from p2ptrain.core.tensor_files import header_of
 
 KIND = "timed"
 VOCAB, CONTEXT = 256, 1 << 16
@@ -29,11 +30,10 @@ def write_timed_model(directory: Path, pass_s: float, *, alpha: float = 1.0) -> 
 
     ``alpha``: share of positions at which the model samples the right token.
     """
-    header = json.dumps({"none": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     config = {"model_type": KIND, "vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config | {"pass_s": pass_s, "alpha": alpha}))
-    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    (directory / "model.safetensors").write_bytes(header_of([("none", "F32", (1,), 4)], {}) + bytes(4))
     return directory
 
 

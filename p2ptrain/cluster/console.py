@@ -169,6 +169,15 @@ async def unless_stopped(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
             await asyncio.wait({task})
 
 
+async def run_stoppable(work: Callable[[Console], Awaitable[T]]) -> T | None:
+    """The result of work that shows its progress; None after Ctrl+C, which cancels it."""
+    console, stop = stoppable()
+    try:
+        return await unless_stopped(stop, work(console))
+    finally:
+        console.finish()
+
+
 def leave_with_parent(stop: asyncio.Event) -> None:
     """In a child: set ``stop`` when the parent closes our standard input, or dies."""
     loop = asyncio.get_running_loop()

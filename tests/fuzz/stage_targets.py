@@ -19,7 +19,6 @@ from roles.model_directory import (
     check_record_untrusted,
     files_untrusted,
     is_file_name,
-    parse_cache_untrusted,
 )
 from roles.worker import stage_requests
 from roles.worker.model_loading import _owned_untrusted
@@ -36,7 +35,7 @@ from wire.chain_messages import (
 from wire.job_messages import RANGE_BYTES
 
 from .engine import accepted, target
-from .strategies import FREE, REAL, TEXT, WHOLE, made, mutated
+from .strategies import FREE, REAL, TEXT, WHOLE, made
 
 CONFIG = stand_in_config(layers=3, rows=1)
 
@@ -236,20 +235,3 @@ def _check_ranges(records: list[TensorRecord]) -> None:
     for name, ranges in files_untrusted(records).items():
         assert [record.name for record in ranges] == [f"{name}#{number}" for number in range(len(ranges))]
         assert all(record.size_bytes == RANGE_BYTES for record in ranges[:-1])
-
-
-_CACHED = json.dumps({"files": {"/m/a": {"stamp": [5, 6], "digests": {"x": "0" * 64}}}}).encode()
-
-
-@target(
-    "tensor-digests",
-    mutated(st.just(_CACHED))
-    | st.sampled_from(
-        [b"[" * 50_000, b'{"files":' * 9000, b"1e999", b'{"files":{"a":{"stamp":[1e999,1],"digests":{}}}}']
-    ),
-    "roles.model_directory.parse_cache_untrusted",
-    peak_bytes=8 << 20,
-)
-def _check_cached(data: bytes) -> None:
-    files = parse_cache_untrusted(data)
-    assert all(len(digest) % 32 == 0 for file in files.values() for digest in file.digests.values())

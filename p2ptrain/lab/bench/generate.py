@@ -24,7 +24,6 @@ from typing import Any
 from p2ptrain.cluster.local_cluster import LOOPBACK, LocalCluster, free_port
 from p2ptrain.core.adapters import is_model
 from p2ptrain.core.errors import JobFailed, NetworkError, UserError
-from p2ptrain.core.texts import human_duration
 from p2ptrain.lab.bench.report import BenchReport, Case, Contender, times
 from p2ptrain.lab.bench.runner import Answer, Bench, Members
 from roles.timed_model import text_after, write_timed_model
@@ -70,8 +69,6 @@ class GeneratePlan:
         title = f"generate · {name}{split}" + (f" · drafter: {drafter}" if self.drafts else "")
         report = BenchReport("generate", title, "tokens", "{:.1f}".format, asdict(self))
         report.columns = {"faster": ("FASTER", times)}
-        if self.stages:
-            report.columns["rest_a_hop_s"] = ("REST A HOP", human_duration)
         report.notes.append(
             "time per token, from the request to the last; faster: than the verifier alone; every text was compared"
         )
@@ -261,7 +258,6 @@ async def _measure_texts(
             return []
         own = text_after(f"TEXT {number}: ".encode(), plan.tokens).decode() if plan.is_timed else known[number]["text"]
         if text.text == own:
-            case.facts.setdefault("first_s", []).append(text.came_s[0] - text.asked_s)
             return [text.token_s]
         if plan.is_timed:
             raise JobFailed(f"text {number}, {name}: not the verifier's own text, so its times are invalid")
@@ -272,7 +268,7 @@ async def _measure_texts(
 
 
 def _conclude(plan: GeneratePlan, report: BenchReport, case: Case) -> None:
-    facts, round_trip_s = case.facts, case.facts["round_trip_ms"] / 1e3
+    facts = case.facts
     if facts["differ"]:
         report.notes.append(
             f"{case.label}: {facts['differ']} texts differ from those of transformers, possibly by rounding; "
@@ -280,10 +276,6 @@ def _conclude(plan: GeneratePlan, report: BenchReport, case: Case) -> None:
         )
     if plan.drafts:
         facts["faster"] = case.ratio("alone", "ahead")
-    if plan.stages and case.contenders["alone"].seconds:
-        hops = plan.stages + 1
-        link_s, whole_s = hops * round_trip_s / 2, case.contenders["transformers"].median_s
-        facts["rest_a_hop_s"] = (case.contenders["alone"].median_s - whole_s - link_s) / hops
 
 
 def write_random_model(directory: Path, sizes: Answer, words: int = 0) -> None:

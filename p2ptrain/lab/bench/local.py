@@ -62,7 +62,6 @@ async def measure_local(bench: Bench, plan: LocalPlan, report: BenchReport) -> N
     await _measure(bench, plan, report, of_sync(plan.profile, plan.workers), "fp32", SYNC_STEPS)
     plain, ours, sync = report.cases
     saved = sync.facts["bytes_per_token"] / ours.facts["bytes_per_token"]
-    report.facts = {"fewer_bytes": saved, "computing": ours.facts["computing"]}
     report.notes = [
         "computing: the share of a step in which a worker computes; the rest it waits for the network",
         f"local sends {saved:,.0f} times fewer bytes than sync in fp32, and computes "

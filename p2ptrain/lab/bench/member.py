@@ -69,6 +69,8 @@ async def run_member(rank: int, size: int) -> None:
             answer = await act(**order)
         except P2PTrainError as error:
             answer = {"failed": error.message, "remedy": error.remedy}
+        except OSError as error:  # ``ssl.SSLError`` is one
+            answer = {"failed": f"a plain socket ended: {error}", "remedy": ""}
         replies.write(json.dumps(answer) + "\n")
         replies.flush()
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from p2ptrain.cluster.console import Console, stoppable, unless_stopped
+from p2ptrain.cluster.console import Console, run_stoppable
 from p2ptrain.cluster.local_cluster import PeerProcess
 from p2ptrain.core.errors import DeadlineExceeded, JobFailed, ResourceError, UserError
 from p2ptrain.core.threads import OWN_CORES, SHARED_CORES
@@ -101,18 +101,14 @@ async def conduct(report: BenchReport, work: Callable[[Bench], Coroutine[Any, An
 
     After Ctrl+C ``report.complete`` is False. After a failure the run's directory is kept.
     """
-    console, stop = stoppable()
-    bench = Bench(console, Path(tempfile.mkdtemp(prefix="p2ptrain-bench-")))
+    root = Path(tempfile.mkdtemp(prefix="p2ptrain-bench-"))
 
-    async def all_of_it() -> None:
-        await work(bench)
+    async def all_of_it(console: Console) -> None:
+        await work(Bench(console, root))
         report.complete = True
 
-    try:
-        await unless_stopped(stop, all_of_it())
-    finally:
-        console.finish()
-    await asyncio.to_thread(shutil.rmtree, bench.root, ignore_errors=True)
+    await run_stoppable(all_of_it)
+    await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
 
 
 class Members:

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from configs.schema import Profile
-from p2ptrain.cluster.console import Console, stoppable, unless_stopped
+from p2ptrain.cluster.console import Console, run_stoppable
 from p2ptrain.cluster.jobs import JobObserver
 from p2ptrain.cluster.local_cluster import LOOPBACK, LocalCluster, PeerProcess, free_port, threads_each
 from p2ptrain.core.checkpoints import CheckpointStore, verify_checkpoint
@@ -114,13 +114,11 @@ class WorkerSlot:
         """
         if sys.platform != "linux" or not self.process.alive:
             return
-        import resource
-
-        with suppress(psutil.NoSuchProcess, ProcessLookupError):  # the process ended, which is judged at the end
+        with suppress(psutil.NoSuchProcess):  # the process ended, which is judged at the end
             process = psutil.Process(self.process.process.pid)
-            for pid in [process.pid, *(child.pid for child in process.children(recursive=True))]:
-                _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard if limit_bytes is None else limit_bytes, hard))
+            for limited in [process, *process.children(recursive=True)]:
+                _, hard = limited.rlimit(psutil.RLIMIT_FSIZE)
+                limited.rlimit(psutil.RLIMIT_FSIZE, (hard if limit_bytes is None else limit_bytes, hard))
 
 
 class ProxiedCluster(LocalCluster):
@@ -433,13 +431,9 @@ async def run_command(name: str, log: Path, *arguments: str) -> InvariantResult:
 
 async def conduct(plan: ChaosPlan, report: ChaosReport) -> None:
     """Carry out the plan and fill the report. Raises ``P2PTrainError`` if the cluster cannot be started."""
-    console, stop = stoppable()
-    try:
-        await unless_stopped(stop, ChaosRun(plan, report, console).run())
-        if not report.complete:
-            report.notes.append("interrupted: the checks at the end of the run were skipped")
-    finally:
-        console.finish()
+    await run_stoppable(lambda console: ChaosRun(plan, report, console).run())
+    if not report.complete:
+        report.notes.append("interrupted: the checks at the end of the run were skipped")
 
 
 class ChaosRun:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from configs.loader import load
 from p2ptrain.cluster import local_cluster
-from p2ptrain.cluster.console import stoppable, unless_stopped
+from p2ptrain.cluster.console import Console, run_stoppable
 from p2ptrain.cluster.local_cluster import LocalCluster
 from p2ptrain.compute.gradients import bucket_bounds
 from p2ptrain.core.errors import JobFailed, P2PTrainError, UserError
@@ -74,11 +74,10 @@ async def measure(profile: Profile, workers: int, strategies: Sequence[str], *, 
     Raises:
         P2PTrainError: a process ended, or ``sync`` cannot be trained.
     """
-    console, stop = stoppable()
-    console.quiet = quiet
     cluster = LocalCluster(Path(tempfile.mkdtemp(prefix="p2ptrain-explain-")))  # kept after a failure, for its logs
 
-    async def work() -> StrategyTimings:
+    async def work(console: Console) -> StrategyTimings:
+        console.quiet = quiet
         console.progress(cluster.start_notice(workers))
         await cluster.start_seed()
         await cluster.start_workers(workers, threads=profile.device.threads, device=profile.device.kind)
@@ -87,10 +86,9 @@ async def measure(profile: Profile, workers: int, strategies: Sequence[str], *, 
         return await LocalCluster.while_alive(training, needed=[cluster.seed, *cluster.peers.values()])
 
     try:
-        found = await unless_stopped(stop, work())
+        found = await run_stoppable(work)
     finally:
         await cluster.end()
-        console.finish()
     await asyncio.to_thread(shutil.rmtree, cluster.root, ignore_errors=True)
     if found is None:
         raise KeyboardInterrupt
