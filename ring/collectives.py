@@ -135,15 +135,6 @@ class Schedule:
         self._sent += 1
         return self._sends[self._sent - 1]
 
-    def validate(self) -> None:
-        assert 0 <= self._handled <= self._posted <= len(self._receives)
-        assert 0 <= self._sent <= len(self._sends)
-        spans: list[Send | Receive] = [*self._sends, *self._receives]
-        assert all(0 <= span.start < span.stop for span in spans), "an empty sub-chunk"
-        assert all(send.after <= len(self._receives) for send in self._sends), "a send that waits for ever"
-        relays = [send.relay for send in self._sends if send.relay is not None]
-        assert relays == [index for index, item in enumerate(self._receives) if item.relayed], "a relay is lost"
-
 
 def owned_range(rank: int, n: int, numel: int) -> tuple[int, int]:
     """Elements [start, stop) of the chunk that belongs to ``rank``, which holds its sum after a reduce-scatter.

@@ -500,15 +500,6 @@ class Roster:
     def building(self) -> bool:
         return any(self.part_of(key) is not None and not known.standing for key, known in self.peers.items())
 
-    def validate(self, view: View | None, history: str) -> None:
-        members = {member.peer_id for member in view.members} if view else set()
-        assert self.running <= members, history
-        assert self.unheard <= self.running, history
-        assert self.running <= set(self.peers) | self.unheard, history
-        assert not self.running & (set(self.standing()) | self.away), history
-        parts = {member.peer_id: view.stage_of(rank) for rank, member in enumerate(view.members)} if view else {}
-        assert all(self.part_of(peer_id) == parts[peer_id] for peer_id in self.running), history
-
 
 @dataclass(slots=True)
 class WorkerFailures:

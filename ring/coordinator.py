@@ -266,22 +266,6 @@ class Coordinator:
             self._out.append(co.SetState(*self._announced))
         return self._out
 
-    def validate(self) -> None:
-        history, who, phase = self.history, self._roster, self.phase
-        who.validate(self.view, history)
-        assert not self._failures.banned & set(who.peers), history
-        assert who.withdrawn <= set(who.peers), history
-        assert self._catch_ups.moving <= set(who.peers), history
-        assert not self._catch_ups.moving & who.running, history
-        assert phase is not JobPhase.RUNNING or who.running | who.away, history
-        assert phase is not JobPhase.RUNNING or not who.unheard | who.away or "absence" in self._deadlines, history
-        assert phase is not JobPhase.STOPPING or who.running, history
-        assert (phase is JobPhase.STOPPING) == ("stop" in self._deadlines), history
-        assert phase is not JobPhase.WAITING or not who.running, history
-        assert phase is not JobPhase.PAUSED or self.paused, history
-        assert phase not in ENDED or not who.peers, history
-        assert phase not in ENDED or self.next_deadline() is None, history
-
     # ----------------------------------------------------------------------------------------------------------- events
 
     def _take_offer(self, event: co.PeerOffered, now: float) -> None:

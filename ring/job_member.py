@@ -211,13 +211,6 @@ class JobMember(ABC):
         """Whether the ring stops after the last applied step. All know it, so a faster member may be gone."""
         return bool(self._requests.granted & (Flag.HOLD | Flag.LEAVE)) or self._is_last
 
-    def validate(self) -> None:
-        assert self.applied >= 0
-        assert self.lineage or self.phase in (MemberPhase.EMPTY, MemberPhase.FAILED)
-        assert not self.running or self.view is not None
-        assert self._postponed_break is None or self.phase in CHANGING
-        assert self._postponed_view is None or self.phase in CHANGING | {MemberPhase.EMPTY}
-
     # ----------------------------------------------------------------------------------------- what a way to train adds
 
     @abstractmethod

@@ -188,12 +188,6 @@ class Intake:
         assert worker.number is not None
         return Accepted(rank, worker.number, worker.base, self.bound(rank), weight_of(self.staleness(rank)))
 
-    def validate(self) -> None:
-        numbers = [worker.number for worker in self._workers.values() if worker.number is not None]
-        assert len({*numbers, *self._again}) == len(numbers) + len(self._again), "a number is assigned twice"
-        assert all(number < self._next for number in (*numbers, *self._again))
-        assert len(set(self._waiting)) == len(self._waiting), "two contributions of one worker"
-
 
 # ------------------------------------------------------------------------------------------------- what members say
 

@@ -102,18 +102,6 @@ class Transaction(JobMember):
     def prepared_lineage(self) -> str:
         return next_lineage(self.lineage, self._prepared.digest) if self._prepared is not None else ""
 
-    def validate(self) -> None:
-        super().validate()
-        assert not self.torn or self.phase in (_P.EMPTY, _P.IDLE, _P.FORMING, _P.HEALING, _P.FAILED)
-        if self.phase in (_P.FORMING, _P.COMPUTING, _P.REDUCING):
-            assert self._prepared is None, "computing would overwrite the redo buffer"
-        if self.phase in (_P.VOTING, _P.APPLYING, _P.REDOING):
-            assert self._prepared is not None, "nothing to apply"
-        assert self._prepared is None or self._prepared.step == self.applied + 1, "a row of another step"
-        if self.view is not None:
-            whole = sum(member.count for member in self.view.members)
-            assert sum(self.shares.counts) == whole, "the shares do not cover the micro-batches"
-
     # ----------------------------------------------------------------------------------------------- entering a view
 
     def forget(self) -> None:

@@ -150,12 +150,6 @@ class LinkShaper:
         self._last_delivery_at = max(self._last_delivery_at, self._depart(now, nbytes) + flight_s)
         return self._last_delivery_at
 
-    def validate(self) -> None:
-        assert self._credit_s >= 0
-        assert self._last_delivery_at == -math.inf or (
-            self._last_delivery_at >= self._through_at - self._credit_s - 1e-6
-        )
-
     def _depart(self, now: float, nbytes: int) -> float:
         self._through_at = max(self._through_at, now) + nbytes * self._byte_s
         departs_at = wanted_at = max(now, self._through_at - self._credit_s)

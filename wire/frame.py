@@ -175,13 +175,6 @@ class FrameDecoder:
         if self._state in (_State.CONTROL, _State.BULK, _State.WAITING) and self._is_stale(self._generation):
             self._begin_discard(self._left if self.waiting else len(self._rest))
 
-    def validate(self) -> None:
-        assert self._left > 0 or self._state is not _State.DISCARD
-        assert (self._done is not None) == (self._state is _State.BULK)
-        assert len(self._rest) > 0 or self._state in (_State.WAITING, _State.DISCARD, _State.FAILED)
-        assert all(posts and not self._is_stale(key[0]) for key, posts in self._posts.items())
-        assert len(self._body) <= CONTROL_FRAME_BYTES
-
     # ------------------------------------------------------------------------------------------------------ internals
 
     def _is_stale(self, generation: int) -> bool:

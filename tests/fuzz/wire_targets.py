@@ -12,6 +12,7 @@ import msgpack
 from hypothesis import strategies as st
 
 from p2ptrain.cli.placement import describe_prediction
+from tests.invariants import check_invariants
 from wire.address import ROLES, Ticket, is_ticket
 from wire.codec import COMPRESSED, MESSAGE_TYPES, decode_untrusted, encode
 from wire.frame import (
@@ -95,7 +96,7 @@ class _Reader:
                 self.posted.add(done)
                 into = memoryview(bytearray(size))
                 self._heard(self.core.post(into, generation=generation, stream=stream, done=done))
-        self.core.validate()
+        check_invariants(self.core)
 
     def feed(self, nbytes: int) -> None:
         while nbytes and self.data and not self.core.waiting:
@@ -134,7 +135,7 @@ def _check_frames(case: tuple[bytes, list[tuple[Any, ...]]]) -> None:
     for deed in deeds:
         reader.do(deed)
     reader.feed(len(data))
-    reader.core.validate()
+    check_invariants(reader.core)
 
 
 # ----------------------------------------------------------------------------------------------------------- messages

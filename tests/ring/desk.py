@@ -7,6 +7,7 @@ from typing import Any
 from ring import coordination as co
 from ring.coordinator import Coordinator
 from ring.view import View
+from tests.invariants import check_invariants
 from wire.job_messages import Report
 
 TERMS = co.JobOptions(replicas=2, micro_batches=8)
@@ -24,7 +25,7 @@ class Desk:
     def tell(self, event: co.Event, after_s: float = 0.0) -> list[co.Instruction]:
         self.now += after_s
         self.said = said = self.core.handle(event, self.now)
-        self.core.validate()
+        check_invariants(self.core)
         for item in [] if self.slow else said:
             if isinstance(item, co.SendCatchUp):
                 said = [*said, *self.report(item.peer_id, "following", self.core.known_step)]

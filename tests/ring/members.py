@@ -10,6 +10,7 @@ from ring.job_member import JobMember, MemberPhase
 from ring.token import first_lineage, next_lineage
 from ring.transaction import Transaction
 from ring.view import View, shares
+from tests.invariants import check_invariants
 from wire.job_messages import LedgerRow, MemberRecord, Report
 
 JOB = "job"
@@ -40,7 +41,7 @@ def handled(core: JobMember, event: object) -> list[object]:
     _, leads_to = core.TABLE.get((before, type(event)), ("", {}))
     if core.phase is not before and core.phase is not MemberPhase.IDLE:
         assert any(isinstance(it, leads_to[core.phase]) for it in instructions), (before, event, instructions)
-    core.validate()
+    check_invariants(core)
     return instructions
 
 

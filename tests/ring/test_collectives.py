@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from ring import collectives
 from ring.collectives import SCRATCH_SLOTS, Receive, Schedule, Send, owned_range
+from tests.invariants import check_invariants
 
 
 class Member:
@@ -34,7 +35,7 @@ class Member:
             self.posts.append(receive)
         while (send := self.schedule.next_send()) is not None:
             self.outgoing.append((send, self.came.pop(send.relay) if send.relay is not None else None))
-        self.schedule.validate()
+        check_invariants(self.schedule)
 
     def check_writable(self, start: int, stop: int) -> None:
         assert not any(s.start < stop and start < s.stop for s, came in self.outgoing if came is None), (

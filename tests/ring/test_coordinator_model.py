@@ -15,6 +15,7 @@ from ring import coordination as co
 from ring.coordinator import Coordinator
 from ring.planning.workloads import ModelShape, TrainingWorkload
 from ring.view import View
+from tests.invariants import check_invariants
 from tests.ring.history import Disk, Member
 from wire.codec import encode
 from wire.job_messages import Report
@@ -74,7 +75,7 @@ class Cluster(RuleBasedStateMachine):
             self.heard[event.peer_id] = event.report
         before = self.core.view
         items = self.core.handle(event, self.now)
-        self.core.validate()
+        check_invariants(self.core)
         for item in items:
             self.carry_out(item, before)
         there = self.core.peer_ids
@@ -498,7 +499,7 @@ class Cluster(RuleBasedStateMachine):
     @invariant()
     def holds(self) -> None:
         if hasattr(self, "core"):
-            self.core.validate()
+            check_invariants(self.core)
             self.core.kept_out()  # raises nothing
 
     @rule(one=st.sampled_from(PEERS), other=st.sampled_from(PEERS), committers=st.integers(0, 3))

@@ -11,6 +11,7 @@ from ring.coordination import CATCHING_UP_PER_MEMBER, JobPhase
 from ring.coordinator import Coordinator
 from ring.planning.measurements import LinkQuality
 from ring.quarantine import DEATH_COOLDOWN_S
+from tests.invariants import check_invariants
 from tests.ring.desk import Desk, healthy, ids, peer
 from wire.codec import encode
 from wire.frame import CONTROL_FRAME_BYTES
@@ -239,7 +240,7 @@ def test_a_view_names_a_thousand_members_unless_their_names_do_not_fit_a_frame(
     assert core.view is not None
     assert least <= core.view.size <= most
     assert len(encode(core.view)) < CONTROL_FRAME_BYTES
-    core.validate()
+    check_invariants(core)
 
 
 def test_with_too_few_members_a_job_waits_for_a_newcomer_and_takes_it_at_once() -> None:

@@ -24,6 +24,7 @@ from ring.staleness import (
     weight_of,
 )
 from ring.token import next_lineage
+from tests.invariants import check_invariants
 from wire.job_messages import LedgerRow, LedgerRows
 from wire.records import LedgerRun, ViewBegan, runs_of
 
@@ -62,7 +63,7 @@ def test_every_version_keeps_the_rules_whoever_is_when(buffer: int, bound: int, 
             intake.made(chosen)
             versions += 1
             used += [one.number for one in chosen]
-        intake.validate()
+        check_invariants(intake)
     assert len(set(used)) == len(used), "a contribution is part of two versions"
     assert intake.version == 5 + versions
     assert next_number([packed([Accepted(0, number, 0, 0, 1.0)]) for number in used], 5, buffer) > max(used, default=-1)

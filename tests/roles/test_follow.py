@@ -20,6 +20,7 @@ from ring.job_member import MemberPhase
 from ring.transaction import Transaction
 from roles.worker.heal import FetchResult, Follower, Healer
 from roles.worker.heal_source import MAX_FOLLOWERS, Recipient, log_limit_bytes
+from tests.invariants import check_invariants
 from tests.roles.heal_doubles import (
     JOB,
     Ring,
@@ -74,7 +75,7 @@ async def newcomer_to(ring: Ring, *, at: int = 0, numel: int = NUMEL) -> AsyncIt
     def handle(event: object) -> None:
         made.events.append(event)
         core.handle(event)
-        core.validate()
+        check_invariants(core)
 
     async with asyncio.TaskGroup() as tasks:
         healer = Healer(context, core, progress=lambda: None)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import ProtocolError, UserError
+from tests.invariants import check_invariants
 from wire.frame import (
     CONTROL_FRAME_BYTES,
     HANDSHAKE_FRAME_BYTES,
@@ -48,7 +49,7 @@ def feed(core: FrameDecoder, data: bytes, chunk: int = 1 << 20) -> tuple[list[Ev
         buffer[:nbytes] = data[:nbytes]
         data = data[nbytes:]
         event = core.received(nbytes)
-        core.validate()
+        check_invariants(core)
         if event is not None:
             events.append(event)
     return events, data
@@ -65,7 +66,7 @@ def bulk(payload: bytes, generation: int = 0, stream: int = 0) -> bytes:
 def post(core: FrameDecoder, size: int, generation: int = 0, stream: int = 0, done: Callable[[], None] = nothing):
     into = bytearray(size)
     event = core.post(memoryview(into), generation=generation, stream=stream, done=done)
-    core.validate()
+    check_invariants(core)
     return into, event
 
 
@@ -119,7 +120,7 @@ def test_the_fence_takes_back_the_buffer_of_a_frame_half_read():
     into, _ = post(core, 6, generation=1)
     feed(core, bulk(b"123456", generation=1)[:-3])
     core.raise_fence(2)
-    core.validate()
+    check_invariants(core)
     assert feed(core, b"456" + control(b"next"))[0] == [ControlFrame(16, 0, 0, bytearray(b"next"))]
     assert into == b"123\0\0\0"
 
@@ -135,7 +136,7 @@ def test_the_fence_frees_a_frame_that_waits():
     core = decoder()
     _, rest = feed(core, bulk(b"123456", generation=1) + control(b"next"))
     core.raise_fence(2)
-    core.validate()
+    check_invariants(core)
     assert not core.waiting
     assert feed(core, rest)[0] == [ControlFrame(16, 0, 0, bytearray(b"next"))]
 
@@ -180,7 +181,7 @@ def test_what_no_correct_peer_sends_after_the_handshake(data: bytes, what: str, 
     core = decoder()
     with pytest.raises(ProtocolError, match=what):
         feed(core, data, chunk)
-    core.validate()
+    check_invariants(core)
 
 
 @pytest.mark.parametrize("kind", [16, 15, BULK_KIND, 0])

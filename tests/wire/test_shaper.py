@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.core.errors import UserError
+from tests.invariants import check_invariants
 from wire.emulate import LinkPreset, LinkShaper, preset_named
 
 PLAIN = LinkPreset("plain", delay_ms=10.0)
@@ -41,7 +42,7 @@ def played(preset: LinkPreset, script: list[tuple[float, int]], seed: int) -> li
     for pause_s, nbytes in script:
         now += pause_s
         log.append((now, nbytes, link.send(now, nbytes)))
-        link.validate()
+        check_invariants(link)
     return log
 
 
