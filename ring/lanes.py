@@ -31,6 +31,7 @@ import numpy.typing as npt
 from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.world import World
 from ring.codecs import Codec
+from ring.codecs.kinds import Scratch
 from ring.collectives import SCRATCH_SLOTS, WINDOW_BYTES, Receive, Schedule, Send
 from ring.dtypes import Array, reduce_into
 from ring.neighbours import NeighbourLinks
@@ -92,20 +93,6 @@ class Flow:
         return self.codec.encoded_bytes(numel) if self.codec else numel * self.array.itemsize
 
 
-class ScratchSlots:
-    """Memory for the receives that are posted ahead. A slot is used again after ``SCRATCH_SLOTS`` others."""
-
-    def __init__(self) -> None:
-        self._slots = [np.empty(0, np.uint8) for _ in range(SCRATCH_SLOTS)]
-        self._next = 0
-
-    def take(self, nbytes: int, most_bytes: int) -> npt.NDArray[np.uint8]:
-        """The next slot, ``nbytes`` of it. ``most_bytes``: what any sub-chunk of the flow needs."""
-        slot, self._next = self._next, (self._next + 1) % SCRATCH_SLOTS
-        self._slots[slot] = _at_least(self._slots[slot], most_bytes)
-        return self._slots[slot][:nbytes]
-
-
 class LaneOwner(Protocol):
     """The session whose operations lanes carry out. ``world``: its probe may stop the sending."""
 
@@ -125,8 +112,7 @@ class Lane:
         self._receiving: deque[Flow] = deque()
         self._sending: deque[Flow] = deque()
         self._posted: deque[tuple[Flow, Receive, npt.NDArray[np.uint8] | None]] = deque()  # with its scratch slot
-        self._scratch = ScratchSlots()
-        self._encoded = np.empty(0, np.uint8)  # used again by the next sub-chunk: the kernel must have it by then
+        self._scratch, self._slot = Scratch(), 0
         self._pumping = self._stopped = False
         self._next_turn: asyncio.Handle | None = None  # set while the event loop's other callbacks run first
         right.on_drained = self._drained
@@ -161,8 +147,9 @@ class Lane:
                 continue
             scratch = None
             if receive.reduce or flow.codec:
-                nbytes = flow.wire_bytes(receive.stop - receive.start)
-                scratch = self._scratch.take(nbytes, flow.wire_bytes(flow.sub_chunk_numel))
+                self._slot = (self._slot + 1) % SCRATCH_SLOTS  # used again after so many others
+                slot = self._scratch.array(f"slot {self._slot}", flow.wire_bytes(flow.sub_chunk_numel), np.uint8)
+                scratch = slot[: flow.wire_bytes(receive.stop - receive.start)]
             into = flow.elements(receive.start, receive.stop) if scratch is None else scratch.data
             self._posted.append((flow, receive, scratch))
             try:
@@ -248,8 +235,9 @@ class Lane:
         if send.relay is not None:
             return memoryview(flow.relays.pop(send.relay))
         values = flow.array[send.start : send.stop]
-        self._encoded = _at_least(self._encoded, codec.encoded_bytes(flow.sub_chunk_numel))
-        out = self._encoded[: codec.encoded_bytes(len(values))]
+        # The next sub-chunk uses the memory again: the kernel must have this one by then.
+        encoded = self._scratch.array("encoded", codec.encoded_bytes(flow.sub_chunk_numel), np.uint8)
+        out = encoded[: codec.encoded_bytes(len(values))]
         if flow.residual is None:
             codec.encode(values, out)
         else:  # a partial sum that was sent is not needed any more
@@ -262,7 +250,3 @@ class Lane:
         if flow.flushed and flow.schedule.all_received and not (flow.finished or self._stopped):
             flow.finished = True
             flow.done()
-
-
-def _at_least(buffer: npt.NDArray[np.uint8], nbytes: int) -> npt.NDArray[np.uint8]:
-    return buffer if len(buffer) >= nbytes else np.empty(-(-nbytes // 64) * 64, np.uint8)
