@@ -43,7 +43,7 @@ from wire.frame import LENGTH_BYTES
 from wire.messages import ANSWERER, MOST_WAYS, RELAYED, REVERSED, Circuit, CircuitJoined, JoinCircuit, RefusalCode
 from wire.punching import DirectTries
 from wire.relay import RelayedCircuit, RelayLimits, RelayPace, remote_of, side_taken
-from wire.transport import HalfOpen, OpeningListener, PathTransport, TcpNetwork, can_share_ports, check_port
+from wire.transport import Address, HalfOpen, OpeningListener, TcpNetwork, can_share_ports, check_port
 
 JOIN_S = 4.0
 """From dialling a meeting point until both ends are there, and from accepting a connection to its first bytes. Less
@@ -121,11 +121,8 @@ class CircuitNetwork:
             if isinstance(error, P2PTrainError):
                 why, remedy = error.message, error.remedy
             raise Unreachable(f"cannot reach {format_address(host, port)}: {why}", remedy=remedy) from error
-        names = {"peername": (host, port), "sockname": (peer_host(circuit.caller), 0)}
-        end = _CircuitTransport(transport, circuit, way, names, self)
-        end.hand_over(factory())
+        end = self._hand_over(transport, circuit, way, factory(), (host, port), (peer_host(circuit.caller), 0))
         self._dialled = [*filter(_is_open, self._dialled), end]
-        self.on_way(circuit, way)
 
     async def listen(
         self, host: str, port: int, factory: ProtocolFactory, on_problem: OnProblem | None = None
@@ -160,9 +157,32 @@ class CircuitNetwork:
             raise Unreachable("this peer does not listen for others")
         factory, port = self._accepts
         transport, way = await self._join(circuit)
-        names = {"peername": (peer_host(circuit.caller), 0), "sockname": (peer_host(circuit.answerer), port)}
-        _CircuitTransport(transport, circuit, way, names, self).hand_over(factory())
+        remote, local = (peer_host(circuit.caller), 0), (peer_host(circuit.answerer), port)
+        self._hand_over(transport, circuit, way, factory(), remote, local)
+
+    def _hand_over(
+        self,
+        transport: asyncio.Transport,
+        circuit: Circuit,
+        way: str,
+        protocol: asyncio.BufferedProtocol,
+        remote: Address,
+        local: Address,
+    ) -> _CircuitTransport:
+        """Give an end's ``transport``, whose reading is paused, to ``protocol``."""
+        facts = {"peername": remote, "sockname": local, "way": way, "report_failure": lambda: self.on_way(circuit, "")}
+        if way == RELAYED:
+            facts["rtt_s"] = None  # the kernel measures the way to the relay
+        end = _CircuitTransport(transport, circuit, facts)
+        transport.set_protocol(protocol)
+        transport.resume_reading()
+        try:
+            protocol.connection_made(cast(asyncio.BaseTransport, end))
+        except BaseException:
+            transport.abort()
+            raise
         self.on_way(circuit, way)
+        return end
 
     async def try_direct(self, circuit: Circuit) -> str:
         """Join ``circuit`` on this end's side, close it, and return the way that it found. Raises as ``accept``."""
@@ -303,41 +323,23 @@ async def _refuse_request(peer_id: str) -> Circuit:
 
 
 @dataclass(frozen=True, slots=True)
-class _CircuitTransport(PathTransport):
+class _CircuitTransport:
     """An end's transport as the protocol above knows it: named by the other end, not by the meeting point.
 
-    ``names``: answers of ``get_extra_info``. ``network``: made it.
+    ``facts``: answers of ``get_extra_info``. ``report_failure``: call it if what was sent above did not come through.
     """
 
     transport: asyncio.Transport
     circuit: Circuit
-    way: str
-    names: dict[str, Any]
-    network: CircuitNetwork
+    facts: dict[str, Any]
 
     @property
     def way_text(self) -> str:
-        return f"{RELAYED} by {self.circuit.relay}" if self.way == RELAYED else self.way
-
-    def hand_over(self, protocol: asyncio.BufferedProtocol) -> None:
-        """Give the transport, whose reading is paused, to ``protocol``."""
-        self.transport.set_protocol(protocol)
-        self.transport.resume_reading()
-        try:
-            protocol.connection_made(cast(asyncio.BaseTransport, self))
-        except BaseException:
-            self.transport.abort()
-            raise
+        way: str = self.facts["way"]
+        return f"{RELAYED} by {self.circuit.relay}" if way == RELAYED else way
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        if name == "way":
-            return self.way
-        if name == "rtt_s" and self.way == RELAYED:
-            return default  # the kernel measures the way to the relay
-        return self.names[name] if name in self.names else self.transport.get_extra_info(name, default)
-
-    def report_failure(self) -> None:
-        self.network.on_way(self.circuit, "")
+        return self.facts[name] if name in self.facts else self.transport.get_extra_info(name, default)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.transport, name)

@@ -41,7 +41,6 @@ from wire.transport import (
     FlowControl,
     HalfOpen,
     OpeningListener,
-    PathTransport,
     WriteData,
     bytes_view,
     no_answer,
@@ -330,9 +329,8 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
 
     def report_failed_path(self) -> None:
         """Tell a circuit below that no handshake came through it, so that the next one takes another path."""
-        below: object = self._below
-        if isinstance(below, PathTransport):
-            below.report_failure()
+        if report := self._below.get_extra_info("report_failure"):
+            report()
 
     # ----------------------------------------------------------------------------------- for the protocol above: writes
 

@@ -20,7 +20,6 @@ import os
 import socket
 import struct
 import sys
-from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -106,14 +105,6 @@ def _code_and_cause(error: Exception) -> tuple[int | None, str]:
     if isinstance(error, (socket.gaierror, UnicodeError)):
         return None, UNKNOWN_NAME
     return getattr(error, "errno", None), str(getattr(error, "strerror", None) or error)
-
-
-class PathTransport(ABC):
-    """A transport over a path that was chosen among several."""
-
-    @abstractmethod
-    def report_failure(self) -> None:
-        """Report that what was sent above did not come through."""
 
 
 class FlowControl(asyncio.Transport):
