@@ -198,15 +198,13 @@ class Chain:
         world: World,
         view: View,
         rank: int,
-        stage: int,
-        stages: int,
         before: Neighbour | None,
         after: Neighbour | None,
         activation_bytes: int,
         gradient_bytes: int,
     ) -> None:
         self.view = view
-        self.stage, self.stages = stage, stages
+        self.stage, self.stages = view.stage_of(rank), view.stages
         self.activation_bytes, self.gradient_bytes = activation_bytes, gradient_bytes
         self.round_trip_s = 0.0
         self.progress = 0
@@ -226,7 +224,6 @@ class Chain:
         me: ThisMember,
         view: View,
         *,
-        order: Sequence[str] = (),
         activation_bytes: int,
         gradient_bytes: int,
         timeout_s: float,
@@ -234,25 +231,19 @@ class Chain:
         """Connect to both neighbours, and measure the hops to them.
 
         Args:
-            view: as for ``RingSession.form``.
-            order: peer ids of the stages, first to last, all of them members of ``view``; empty: all members in view
-                order.
+            view: as for ``RingSession.form``. The stages are the members of this one's replica.
             activation_bytes, gradient_bytes: encoded size of one micro-batch, the same on every hop.
 
         Raises:
-            ValueError: this peer is no stage, or a number is out of range.
+            ValueError: this peer is no member, or a payload is too large.
             Refused, NeighbourAway, DeadlineExceeded, ConnectionLost, ProtocolError: see ``RingSession.form``.
         """
-        order = list(order) or [member.peer_id for member in view.members]
-        ranks = [view.rank_of(stage) for stage in order]
-        if me.peer_id not in order or None in ranks or len(set(order)) != len(order):
-            raise ValueError(f"{me.peer_id} is not a stage, or {order} is not a chain, in generation {view.generation}")
-        if not (0 < activation_bytes <= MAX_BULK_BYTES and 0 < gradient_bytes <= MAX_BULK_BYTES):
-            raise ValueError(f"invalid payload sizes: {activation_bytes} and {gradient_bytes} bytes")
-        now, stage = me.world.clock.now, order.index(me.peer_id)
-        began, members = now(), [view.members[rank] for rank in ranks if rank is not None]
-        after = members[stage + 1] if stage + 1 < len(members) else None
-        before = members[stage - 1] if stage else None
+        now, rank = me.world.clock.now, view.rank_of(me.peer_id)
+        if rank is None or max(activation_bytes, gradient_bytes) > MAX_BULK_BYTES:
+            raise ValueError(f"{me.peer_id} is no member, or a payload of {activation_bytes} bytes is too large")
+        began, stage = now(), view.stage_of(rank)
+        after = view.members[rank + 1] if stage + 1 < view.stages else None
+        before = view.members[rank - 1] if stage else None
         me.inbound.announced(view, Topology.CHAIN, before.peer_id if before is not None else "")
         to_after, from_before = await connect_neighbours(
             me, view, Topology.CHAIN, dialled=after, dialling=before, timeout_s=timeout_s
@@ -260,9 +251,7 @@ class Chain:
         chain = cls(
             world=me.world,
             view=view,
-            rank=ranks[stage] or 0,
-            stage=stage,
-            stages=len(order),
+            rank=rank,
             before=from_before,
             after=to_after,
             activation_bytes=activation_bytes,
@@ -333,16 +322,10 @@ class Chain:
         change until ``finish`` returned.
 
         Raises:
-            ValueError: ``payload`` has the wrong size, or there is no neighbour to send it to.
             ConnectionLost, ProtocolError, DeadlineExceeded: the chain was broken before.
         """
-        hop, nbytes = (
-            (self._after, self.activation_bytes)
-            if kind is OperationKind.FORWARD
-            else (self._before, self.gradient_bytes)
-        )
-        if hop is None or payload.dtype != np.uint8 or payload.shape != (nbytes,) or not payload.flags.c_contiguous:
-            raise ValueError(f"{payload.dtype} of shape {payload.shape} for a payload of {nbytes} bytes")
+        hop = self._after if kind is OperationKind.FORWARD else self._before
+        assert hop is not None, "the chain has no neighbour on this side"
         self._check_open()
         hop.send(self._stream(index), payload)
 

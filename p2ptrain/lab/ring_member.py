@@ -46,7 +46,7 @@ class LocalMember:
         return await RingSession.form(self, view, timeout_s=timeout_s)
 
     async def form_chain(self, view: View, *, timeout_s: float = TIMEOUT_S, **options: Any) -> Chain:
-        return await Chain.form(self, view, timeout_s=timeout_s, **options)
+        return await Chain.form(self, replace(view, stages=view.size), timeout_s=timeout_s, **options)
 
     def on_problem(self, problem: P2PTrainError, address: object) -> None:
         """Called with errors of the listener."""

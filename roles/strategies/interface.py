@@ -139,7 +139,7 @@ class ConnectPeers(Protocol):
     async def ring(self, view: View, topology: Topology = Topology.RING) -> RingSession:
         """Form a ring of the members of ``view``."""
 
-    async def chain(self, view: View, order: Sequence[str], *, activation_bytes: int, gradient_bytes: int) -> Chain:
+    async def chain(self, view: View, *, activation_bytes: int, gradient_bytes: int) -> Chain:
         """See ``Chain.form``."""
 
 

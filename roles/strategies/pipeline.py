@@ -193,13 +193,10 @@ class PipelinePasses(Work):
     async def begin_view(self, session: RingSession, connect: ConnectPeers) -> None:
         self._chain, self._period_s, self.load = None, math.inf, None
         view, engine = session.view, self._engine
-        replica, stage = view.replica(session.rank), view.stage_of(session.rank)
-        self._next = replica[stage + 1].peer_id if stage + 1 < len(replica) else ""
+        stage = view.stage_of(session.rank)
+        self._next = view.members[session.rank + 1].peer_id if stage + 1 < view.stages else ""
         self._chain = await connect.chain(
-            view,
-            [member.peer_id for member in replica],
-            activation_bytes=engine.activation_bytes,
-            gradient_bytes=engine.gradient_bytes,
+            view, activation_bytes=engine.activation_bytes, gradient_bytes=engine.gradient_bytes
         )
         own = _FIGURES.pack(self._chain.round_trip_s, min(engine.in_flight, MAX_MICRO_BATCHES))
         gathered = await session.all_gather(own, patience_s=session.patience_s, check=figures_untrusted)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from configs.schema import Profile
@@ -90,11 +90,10 @@ class ViewConnections:
         self._watch(session)
         return session
 
-    async def chain(self, view: View, order: Sequence[str], *, activation_bytes: int, gradient_bytes: int) -> Chain:
+    async def chain(self, view: View, *, activation_bytes: int, gradient_bytes: int) -> Chain:
         chain = await Chain.form(
             self._context,
             self._with_beats(view),
-            order=order,
             activation_bytes=activation_bytes,
             gradient_bytes=gradient_bytes,
             timeout_s=forming_s(view, self.state_bytes),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -151,13 +152,13 @@ async def test_a_ring_and_a_chain_of_the_same_members_in_the_same_view(network: 
     async with listening("abc", network) as (members, view):
         for rank, member in enumerate(members):
             member.inbound.announced(view, Topology.RING, view.left_of(rank).peer_id)
-        order = ["c", "a", "b"]
-        early = [asyncio.create_task(member.form_chain(view, order=order, **SIZES)) for member in members[:2]]
+        stages = replace(view, members=(view.members[2], *view.members[:2]))
+        early = [asyncio.create_task(member.form_chain(stages, **SIZES)) for member in members[:2]]
         early += [asyncio.create_task(member.form(view)) for member in members[:2]]  # type: ignore[arg-type]
         for _ in range(50):
             await asyncio.sleep(0)
         async with asyncio.timeout(AT_ONCE_S):
-            await asyncio.gather(members[2].form(view), members[2].form_chain(view, order=order, **SIZES), *early)
+            await asyncio.gather(members[2].form(view), members[2].form_chain(stages, **SIZES), *early)
             await asyncio.gather(*(member.session.barrier() for member in members))
         assert [member.chain.stage for member in members] == [1, 2, 0]
         await everyone(members, lambda chain: run_step(chain, plan_one_f_one_b(3, 4)))
