@@ -28,8 +28,6 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
 
-from wire.job_messages import MAX_STAGES
-
 MAX_MICRO_BATCHES = 65_536
 MAX_SLOWDOWN = 0.01
 """Fraction of a step's time that a schedule may lose to keep fewer micro-batches in flight."""
@@ -59,22 +57,11 @@ class StageSchedule:
         micro_batches: of one step, on each stage.
         warm_ups: for each stage, the forwards before the first one that a backward follows; 0 to micro_batches - 1.
         backward: whether there are backwards; validation runs forwards only, in order.
-
-    Raises:
-        ValueError: a number is out of range, or warm-ups rise, which would deadlock the stages.
     """
 
     micro_batches: int
     warm_ups: tuple[int, ...]
     backward: bool = True
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.stages <= MAX_STAGES or not 1 <= self.micro_batches <= MAX_MICRO_BATCHES:
-            raise ValueError(f"invalid pipeline: {self.stages} stages and {self.micro_batches} micro-batches")
-        if not all(0 <= warm_up < self.micro_batches for warm_up in self.warm_ups):
-            raise ValueError(f"invalid warm-ups {self.warm_ups} for {self.micro_batches} micro-batches")
-        if any(after > before for before, after in zip(self.warm_ups, self.warm_ups[1:], strict=False)):
-            raise ValueError(f"warm-ups {self.warm_ups} rise: those stages would wait for one another for ever")
 
     @property
     def stages(self) -> int:

@@ -198,7 +198,7 @@ def test_fp16_keeps_eleven_significant_bits_within_its_range():
 
 
 @every_codec
-def test_a_wrong_size_is_a_peers_fault_when_decoding_and_ones_own_when_encoding(name):
+def test_a_wrong_size_is_a_peers_fault(name):
     codec = codec_named(name)
     values = gaussian(100)
     payload = encoded(codec, values)
@@ -206,8 +206,6 @@ def test_a_wrong_size_is_a_peers_fault_when_decoding_and_ones_own_when_encoding(
         for decode in (codec.decode, codec.decode_add):
             with pytest.raises(ProtocolError, match=f"100 elements in {name} take {payload.size} bytes"):
                 decode(wrong, values)
-        with pytest.raises(ValueError, match="100 elements"):
-            codec.encode(values, wrong)
 
 
 @pytest.mark.parametrize(
