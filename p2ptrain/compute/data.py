@@ -175,9 +175,6 @@ class TrainingWindows:
         windows: Indices = positions + self._block * np.searchsorted(self._before, positions, side="right")
         return windows
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Indices:
-        return np.asarray(self[:], dtype)
-
 
 def load_corpus(
     spec: DataSpec,

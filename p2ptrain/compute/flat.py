@@ -89,9 +89,8 @@ class FlatModel:
         self, shapes: dict[str, tuple[int, ...]], whole: dict[str, tuple[int, ...]], device: torch.device
     ) -> None:
         """Make the arrays for parameters of ``shapes``, of a model of ``whole``."""
-        layout = place_segments(shapes)
-        self.segments, self.decayed_numel, self.numel = layout.segments, layout.decayed_numel, layout.numel
-        described = [(segment.name, segment.offset, segment.shape) for segment in place_segments(whole).segments]
+        self.segments, self.decayed_numel, self.numel = place_segments(shapes)
+        described = [(segment.name, segment.offset, segment.shape) for segment in place_segments(whole)[0]]
         self.layout = hashlib.sha256(repr(described).encode()).hexdigest()
         self.parameters = torch.zeros(self.numel, device=device)
         self.gradients = torch.zeros(self.numel + 2, device=device)
@@ -146,27 +145,18 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-@dataclass(frozen=True, slots=True)
-class FlatLayout:
-    """Segments, matrices before vectors; ``decayed_numel``: numel of the matrices."""
-
-    segments: list[Segment]
-    decayed_numel: int
-    numel: int
-
-
-def place_segments(shapes: dict[str, tuple[int, ...]]) -> FlatLayout:
-    """Place parameters of ``shapes`` in their order."""
+def place_segments(shapes: dict[str, tuple[int, ...]]) -> tuple[list[Segment], int, int]:
+    """Place parameters of ``shapes`` in their order, matrices before vectors. Also returns the numel of the matrices,
+    and of all."""
     segments: list[Segment] = []
-    ends = []
-    numel = 0
+    numel = decayed_numel = 0
     for is_matrix in (True, False):
+        decayed_numel = numel
         for name, shape in shapes.items():
             if (len(shape) >= 2) is is_matrix:
                 segments.append(Segment(name, numel, shape))
                 numel += -(-segments[-1].numel // _ALIGN_NUMEL) * _ALIGN_NUMEL
-        ends.append(numel)
-    return FlatLayout(segments, *ends)
+    return segments, decayed_numel, numel
 
 
 SCHEDULES: dict[str, Callable[[float, float], float]] = {

@@ -193,7 +193,7 @@ class ShardedModel(FlatModel):
         whole = {name: tuple(parameter.shape) for name, parameter in named.items()}
         room = {name: (-(-shape[0] // shard.count), *shape[1:]) for name, shape in whole.items()}
         self._allocate(room, whole, torch.device("cpu") if shard.offload else device)
-        self.whole, self.shard, self._passes_left = place_segments(whole).segments, shard, 0
+        self.whole, self.shard, self._passes_left = place_segments(whole)[0], shard, 0
         for submodule in module.modules():
             buffers = submodule._buffers
             buffers.update({name: buffer.to(device) for name, buffer in buffers.items() if buffer is not None})

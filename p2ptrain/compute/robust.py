@@ -155,7 +155,7 @@ def _weights(rule: str, squares: Float64Array, byzantine: int) -> Float64Array:
             inverse = 1 / np.maximum(distances, 1e-6 * max(median(distances), 1e-30))
             weights[:members] = inverse / sum(inverse)
             distances = _distances(squares, weights)[:members]
-    elif rule == "centered_clipping":  # Karimireddy et al., arXiv 2012.10333, with the median distance as the radius
+    else:  # centered_clipping: Karimireddy et al., arXiv 2012.10333, with the median distance as the radius
         weights[members] = 1.0
         for _ in range(CLIPPING_STEPS):
             distances = _distances(squares, weights)[:members]
@@ -163,8 +163,6 @@ def _weights(rule: str, squares: Float64Array, byzantine: int) -> Float64Array:
             kept = np.where(distances <= radius, 1.0, radius / np.maximum(distances, 1e-30))
             weights *= 1 - sum(kept) / members
             weights[:members] += kept / members
-    else:
-        raise ValueError(f"no robust rule is called {rule!r}")
     return weights
 
 

@@ -176,7 +176,7 @@ def test_what_is_not_text(tmp_path: Path, content: bytes, cause: str) -> None:
 def test_a_small_corpus_is_split_as_was_asked_for(windows: int, fraction: float, held_out: int) -> None:
     training, held = split_windows(spec("x", validation_fraction=fraction), windows)
     assert (len(training), len(held)) == (windows - held_out, held_out)
-    assert sorted([*np.asarray(training), *held]) == list(range(windows))
+    assert sorted([*training[:], *held]) == list(range(windows))
 
 
 def test_holding_out_more_than_was_asked_for_is_said(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_the_split_holds_out_blocks_from_all_over() -> None:
 def test_targets_of_training_and_validation_never_meet(tmp_path: Path) -> None:
     """Each token but the first is a target once, in training or in validation."""
     corpus = load_corpus(spec(_numbered(tmp_path), validation_fraction=0.2), BYTES)
-    windows = np.concatenate([corpus.training, corpus.validation])
+    windows = np.concatenate([corpus.training[:], corpus.validation])
     tokens = corpus.window_tokens(windows)
     assert tokens.shape == (len(windows), 9)
     assert tokens.dtype == np.int64

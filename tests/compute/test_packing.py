@@ -69,7 +69,7 @@ def corpus_of(path: Path, width: int) -> Corpus:
 
 
 def everything(corpus: Corpus) -> np.ndarray[Any, Any]:
-    return np.sort(np.concatenate([corpus.training, corpus.validation]))
+    return np.sort(np.concatenate([corpus.training[:], corpus.validation]))
 
 
 def trainer_of(path: Path, width: int, **changes: Any) -> Trainer:
