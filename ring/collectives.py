@@ -207,10 +207,6 @@ def spread(rank: int, n: int, groups: int) -> Schedule:
     return Schedule(sends, receives)
 
 
-def barrier(rank: int, n: int) -> Schedule:
-    return all_gather(rank, n, n, 1)
-
-
 def broadcast(rank: int, n: int, root: int, numel: int, sub_chunk_numel: int) -> Schedule:
     """Every member gets the array of ``root``, in place. Each passes it on to its right, but the last one."""
     starts = range(0, numel, sub_chunk_numel)

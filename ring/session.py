@@ -299,7 +299,7 @@ class RingSession:
             sub_chunk_numel = self._plan(buffer)[0].sub_chunk_numel
             schedule = collectives.broadcast(self.rank, self.size, root, buffer.size, sub_chunk_numel)
             self._add(operation, lane, schedule, buffer, "uint8", sub_chunk_numel)
-            barrier = collectives.barrier(self.rank, self.size)
+            barrier = collectives.all_gather(self.rank, self.size, self.size, 1)
             self._add(operation, lane, barrier, np.zeros(self.size, np.uint8), "uint8", 1)
         return self._start(operation)
 

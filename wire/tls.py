@@ -327,11 +327,6 @@ class TlsTransport(FlowControl, asyncio.BufferedProtocol):
             self._send_encrypted()
             self._below.close()
 
-    def report_failed_path(self) -> None:
-        """Tell a circuit below that no handshake came through it, so that the next one takes another path."""
-        if report := self._below.get_extra_info("report_failure"):
-            report()
-
     # ----------------------------------------------------------------------------------- for the protocol above: writes
 
     def write(self, data: WriteData) -> None:
@@ -501,7 +496,8 @@ class TlsDialler:
             async with asyncio.timeout_at(deadline):
                 await transport.handshake_result
         except OSError as error:
-            transport.report_failed_path()
+            if report := transport.get_extra_info("report_failure"):  # of a circuit: the next one takes another path
+                report()
             if isinstance(error, TimeoutError):
                 transport.abort()
                 raise no_answer(host, port, timeout_s) from None

@@ -15,7 +15,6 @@ import math
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -42,26 +41,19 @@ QUEUED = 2  # operations on the compute thread: the running one and the next
 _FIGURES = struct.Struct("!dI")
 
 
-@dataclass(slots=True)
-class StageStep:
-    """Where the time of one step at one stage went, in seconds.
-
-    Attributes:
-        step_s: from the first operation's turn to the last payload's departure.
-        computed_s: total on the compute thread, as the event loop sees it.
-    """
-
-    step_s: float = 0.0
-    computed_s: float = 0.0
-
-
 class StageRunner:
     """Runs the steps of one stage: operations on the compute thread, payloads on the event loop.
 
     While the thread runs one operation, the next one is queued, its payload arrives, and the last result leaves. A step
     that does not finish ends the chain, because receives and sends still use the step's memory. ``on_work`` is called
     after every operation.
+
+    Attributes:
+        step_s: of the newest step, from the first operation's turn to the last payload's departure.
+        computed_s: its total on the compute thread, as the event loop sees it.
     """
+
+    step_s = computed_s = 0.0
 
     def __init__(self, chain: Chain, compute: ComputeThread, *, on_work: Callable[[], None] = lambda: None) -> None:
         self._chain, self._compute = chain, compute
@@ -70,7 +62,7 @@ class StageRunner:
         self._failed = False  # on the compute thread: its queued calls are skipped
         self._ended_at = 0.0  # when the last call on the thread ended
 
-    async def run(self, schedule: StageSchedule, forward: Pass, backward: Pass, *, patience_s: float) -> StageStep:
+    async def run(self, schedule: StageSchedule, forward: Pass, backward: Pass, *, patience_s: float) -> None:
         """Run forward and backward passes of all micro-batches of one step.
 
         Args:
@@ -84,8 +76,8 @@ class StageRunner:
         """
         chain = self._chain
         chain.begin(schedule)
-        self._passes, self._spent = {OperationKind.FORWARD: forward, OperationKind.BACKWARD: backward}, StageStep()
-        began = self._clock()
+        self._passes = {OperationKind.FORWARD: forward, OperationKind.BACKWARD: backward}
+        began, self.computed_s = self._clock(), 0.0
         under_way: deque[asyncio.Task[None]] = deque()
         try:
             for operation in schedule.list_operations(chain.stage):
@@ -106,8 +98,7 @@ class StageRunner:
             for task in under_way:
                 task.cancel()
             await asyncio.gather(*under_way, return_exceptions=True)
-        self._spent.step_s = self._clock() - began
-        return self._spent
+        self.step_s = self._clock() - began
 
     def _give_up(self, error: BaseException) -> None:
         self._failed = True
@@ -146,7 +137,7 @@ class StageRunner:
             if not call.done():
                 raise self._chain.links.failure()
             now = self._clock()
-            self._spent.computed_s += now - max(queued_at, self._ended_at)
+            self.computed_s += now - max(queued_at, self._ended_at)
             self._ended_at = now
             return call.result()
         finally:
@@ -248,9 +239,10 @@ class PipelinePasses(Work):
             await self._run(schedule, partial(forward, start), backward, patience_s)
         return total, targets
 
-    async def _run(self, schedule: StageSchedule, forward: Pass, backward: Pass, patience_s: float) -> StageStep:
+    async def _run(self, schedule: StageSchedule, forward: Pass, backward: Pass, patience_s: float) -> StageRunner:
         runner = StageRunner(self._replica_chain, self._compute, on_work=self._progress)
-        return await runner.run(schedule, forward, backward, patience_s=patience_s)
+        await runner.run(schedule, forward, backward, patience_s=patience_s)
+        return runner
 
     def _schedule(self, count: int) -> StageSchedule:
         round_trips_s, in_flight = zip(*self._figures, strict=True)

@@ -17,7 +17,7 @@ from p2ptrain.lab.memory import MemoryNetwork
 from ring.chain import Payload
 from ring.planning.schedule import StageSchedule, plan_extended, plan_gpipe, plan_one_f_one_b
 from roles.compute_thread import ComputeFailed, ComputeThread
-from roles.strategies.pipeline import StageRunner, StageStep
+from roles.strategies.pipeline import StageRunner
 from tests.ring.local import RingMember, local_chain
 from wire.transport import TcpNetwork
 
@@ -34,9 +34,9 @@ class Stage:
     def __init__(self, part: ArithmeticPart, runner: StageRunner) -> None:
         self.part, self.runner = part, runner
 
-    async def run(self, step: int, schedule: StageSchedule, *, patience_s: float) -> StageStep:
+    async def run(self, step: int, schedule: StageSchedule, *, patience_s: float) -> None:
         forward = partial(self.part.forward, step)
-        return await self.runner.run(schedule, forward, self.part.backward, patience_s=patience_s)
+        await self.runner.run(schedule, forward, self.part.backward, patience_s=patience_s)
 
 
 @asynccontextmanager
@@ -52,10 +52,10 @@ async def runners(members: Sequence[RingMember], engines: Sequence[ArithmeticPar
             thread.close()
 
 
-async def all_run(stages: Sequence[Stage], step: int, schedule: StageSchedule) -> list[StageStep]:
+async def all_run(stages: Sequence[Stage], step: int, schedule: StageSchedule) -> None:
     async with asyncio.timeout(60), asyncio.TaskGroup() as group:
-        tasks = [group.create_task(stage.run(step, schedule, patience_s=30)) for stage in stages]
-    return [task.result() for task in tasks]
+        for stage in stages:
+            group.create_task(stage.run(step, schedule, patience_s=30))
 
 
 def in_one_process(step: int, micro_batches: int) -> ArithmeticPart:

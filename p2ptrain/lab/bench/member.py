@@ -282,8 +282,8 @@ class BenchMember:
             return None if self.rank == 0 else payload.copy()
 
         schedule = StageSchedule(micro_batches, tuple(warm_ups))
-        spent = await self._stage.run(schedule, forward, backward, patience_s=120.0)
-        return {"seconds": spent.step_s}
+        await self._stage.run(schedule, forward, backward, patience_s=120.0)
+        return {"seconds": self._stage.step_s}
 
     async def make_model(self, *, directory: str, **how: Any) -> Answer:
         """``how``: arguments of ``write_random_model``."""
