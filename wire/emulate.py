@@ -20,7 +20,7 @@ Theory of operation. A ``LinkShaper`` emulates one direction of one TCP connecti
   generic cell rate algorithm).
 - **Stalls** hold departures, as a scanning Wi-Fi card does. Afterwards the backlog leaves at the plain rate, not at
   once.
-- **Jitter** is uniform in [0, ``jitter_ms``] and never reorders.
+- **Jitter** is uniform in [0, ``jitter_s``] and never reorders.
 - **Loss** is emulated as an application sees it over TCP: no byte is missing, but bytes are late. A send of k segments
   of 1448 bytes is hit with probability ``1 - (1 - loss)^k``. If three segments follow the lost one (k >= 4), three
   duplicate acknowledgements start a fast retransmit, which costs one round trip (RFC 5681, 3.2). A shorter send waits
@@ -53,8 +53,8 @@ class LinkPreset:
     """The figures of one direction of a link. A zero switches a feature off.
 
     Attributes:
-        delay_ms: one-way propagation delay.
-        jitter_ms: largest additional delay of a delivery.
+        delay_s: one-way propagation delay.
+        jitter_s: largest additional delay of a delivery.
         rate_bps: bits per second; 0 is unlimited.
         loss: probability that a segment is lost, below 1.
         stall_every_s, stall_s: the link sends nothing for ``stall_s`` in each longer period of ``stall_every_s``; the
@@ -63,21 +63,13 @@ class LinkPreset:
     """
 
     name: str
-    delay_ms: float
-    jitter_ms: float = 0.0
+    delay_s: float
+    jitter_s: float = 0.0
     rate_bps: float = 0.0
     loss: float = 0.0
     stall_every_s: float = 0.0
     stall_s: float = 0.0
     burst_bytes: int = 0
-
-    @property
-    def delay_s(self) -> float:
-        return self.delay_ms / 1e3
-
-    @property
-    def jitter_s(self) -> float:
-        return self.jitter_ms / 1e3
 
     @property
     def rtt_s(self) -> float:
@@ -87,24 +79,24 @@ class LinkPreset:
 
 _ALL = (
     # gigabit Ethernet through one switch
-    LinkPreset("lan", 0.15, 0.05, 1e9, burst_bytes=64 << 10),
+    LinkPreset("lan", 0.00015, 5e-05, 1e9, burst_bytes=64 << 10),
     # a laptop near its access point: jitter, and short stalls while it scans
-    LinkPreset("wifi", 2.0, 4.0, 150e6, stall_every_s=30.0, stall_s=0.1, burst_bytes=64 << 10),
+    LinkPreset("wifi", 0.002, 0.004, 150e6, stall_every_s=30.0, stall_s=0.1, burst_bytes=64 << 10),
     # fibre to fibre within one city
-    LinkPreset("metro", 4.0, 0.5, 500e6, burst_bytes=64 << 10),
+    LinkPreset("metro", 0.004, 0.0005, 500e6, burst_bytes=64 << 10),
     # homes or sites within one continent
-    LinkPreset("wan", 20.0, 2.0, 100e6, loss=1e-4, burst_bytes=32 << 10),
+    LinkPreset("wan", 0.02, 0.002, 100e6, loss=1e-4, burst_bytes=32 << 10),
     # Europe to North America's west
-    LinkPreset("transcontinental", 75.0, 5.0, 100e6, loss=5e-4, burst_bytes=32 << 10),
+    LinkPreset("transcontinental", 0.075, 0.005, 100e6, loss=5e-4, burst_bytes=32 << 10),
     # geostationary
-    LinkPreset("satellite", 300.0, 10.0, 20e6, loss=1e-3, burst_bytes=16 << 10),
+    LinkPreset("satellite", 0.3, 0.01, 20e6, loss=1e-3, burst_bytes=16 << 10),
     # a crowded mobile cell: 2 % of segments are lost, and it stalls for 3 s a minute
-    LinkPreset("lossy", 40.0, 20.0, 20e6, loss=0.02, stall_every_s=20.0, stall_s=1.0, burst_bytes=16 << 10),
+    LinkPreset("lossy", 0.04, 0.02, 20e6, loss=0.02, stall_every_s=20.0, stall_s=1.0, burst_bytes=16 << 10),
     # named conditions, from a good link to one that is up for 5 s and silent for 2 s
-    LinkPreset("good", 20.0, 5.0, 100e6, loss=1e-3, burst_bytes=32 << 10),
-    LinkPreset("cellular", 80.0, 40.0, 10e6, loss=0.02, burst_bytes=16 << 10),
-    LinkPreset("degraded", 200.0, 80.0, 2e6, loss=0.1, burst_bytes=16 << 10),
-    LinkPreset("brownout", 80.0, 40.0, 5e6, loss=0.05, stall_every_s=7.0, stall_s=2.0, burst_bytes=16 << 10),
+    LinkPreset("good", 0.02, 0.005, 100e6, loss=1e-3, burst_bytes=32 << 10),
+    LinkPreset("cellular", 0.08, 0.04, 10e6, loss=0.02, burst_bytes=16 << 10),
+    LinkPreset("degraded", 0.2, 0.08, 2e6, loss=0.1, burst_bytes=16 << 10),
+    LinkPreset("brownout", 0.08, 0.04, 5e6, loss=0.05, stall_every_s=7.0, stall_s=2.0, burst_bytes=16 << 10),
 )
 PRESETS = MappingProxyType({preset.name: preset for preset in _ALL})
 _ROUND_TRIP = re.compile(r"(\d{1,4}(?:\.\d{1,3})?)ms(?:-(\d{1,6})mbit)?", re.ASCII)
@@ -115,7 +107,7 @@ def preset_named(name: str) -> LinkPreset:
     ``UserError``."""
     if plain := _ROUND_TRIP.fullmatch(name):
         burst_bytes = 32 << 10 if plain[2] else 0
-        return LinkPreset(name, float(plain[1]) / 2, rate_bps=1e6 * int(plain[2] or 0), burst_bytes=burst_bytes)
+        return LinkPreset(name, float(plain[1]) / 2e3, rate_bps=1e6 * int(plain[2] or 0), burst_bytes=burst_bytes)
     if name not in PRESETS:
         known = ", ".join(PRESETS)
         raise UserError(

@@ -102,7 +102,7 @@ def networks_apart(one_way_s: Sequence[float]) -> list[Network]:
 
     def seen_from(stage: int) -> Network:
         def link(host: str, port: int) -> LinkPreset:
-            return LinkPreset("hop", 1e3 * one_way_s[min(stage, ord(host) - ord("a"))])
+            return LinkPreset("hop", one_way_s[min(stage, ord(host) - ord("a"))])
 
         return EmulatedNetwork(inner.at(chr(ord("a") + stage)), link, seed=stage)
 

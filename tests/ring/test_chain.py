@@ -226,7 +226,7 @@ async def test_of_several_that_wait_who_stands_beside_the_stuck_one_gives_up_fir
 
 @on_virtual_time
 async def test_a_payload_that_dribbles_in_is_no_silence() -> None:
-    preset = LinkPreset("slow", 1.0, rate_bps=8 * 128 << 10)
+    preset = LinkPreset("slow", 1e-3, rate_bps=8 * 128 << 10)
     network = EmulatedNetwork(MemoryNetwork(), preset, seed=0)
     async with local_chain(2, network, activation_bytes=256 << 10, gradient_bytes=8) as members:
         began = asyncio.get_running_loop().time()

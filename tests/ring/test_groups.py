@@ -145,6 +145,6 @@ async def test_invalid_bytes_name_their_sender(liar: int) -> None:
 def test_a_vote_of_many_takes_the_hops_of_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     hop_s, count = 0.1, 72
     monkeypatch.setattr(collectives, "GROUPED_FROM", 64)
-    _, vote_s = run_virtual(view_and_vote_s(count, LinkPreset("far", 1e3 * hop_s)))
+    _, vote_s = run_virtual(view_and_vote_s(count, LinkPreset("far", hop_s)))
     assert vote_s == pytest.approx(gather_hops(count) * hop_s, rel=0.02)
     assert gather_hops(count) == 6 + 11 + 5

@@ -40,13 +40,13 @@ class Scene:
 
     def __init__(self, *, one_way_ms: float = 0.0, jitter_ms: float = 0.0) -> None:
         self.memory = MemoryNetwork()
-        self.preset = LinkPreset("test", one_way_ms, jitter_ms)
+        self.preset = LinkPreset("test", one_way_ms / 1e3, jitter_ms / 1e3)
         self.told: list[tuple[str, str, str]] = []
         self.drafters = Drafters(around_of(self.at("verifier"), lambda *notice: self.told.append(notice)), *TOKENS)
 
     def at(self, host: str) -> Any:
         network = self.memory.at(host)
-        return EmulatedNetwork(network, self.preset, len(host)) if self.preset.delay_ms else network
+        return EmulatedNetwork(network, self.preset, len(host)) if self.preset.delay_s else network
 
     def host(self, name: str, engine: Any, *, step_s: float = 0.005, **more: Any) -> DrafterHost:
         return DrafterHost(name, self.at(name), model_serves(engine, **more), step_s)

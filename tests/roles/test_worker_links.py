@@ -80,7 +80,7 @@ def two_sides(preset: LinkPreset | None, seed: int = 0) -> tuple[Side, Side]:
 
 
 async def test_who_is_not_there_does_not_hold_up_the_others() -> None:
-    one, other = two_sides(LinkPreset("plain", 5.0, rate_bps=1e8))
+    one, other = two_sides(LinkPreset("plain", 5e-3, rate_bps=1e8))
     target = await other.listen()
     hub = one.network._inner  # type: ignore[attr-defined]
     hub.silence("aa", "gone")

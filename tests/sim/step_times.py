@@ -41,7 +41,7 @@ class Links(MemoryNetwork):
         return EmulatedNetwork(super().at(host), lambda other, port: near if SEED in (host, other) else self._far, 1)
 
 
-PLAIN = LinkPreset("far", LINK.latency_s * 1e3, rate_bps=LINK.bandwidth_bps or 0.0)
+PLAIN = LinkPreset("far", LINK.latency_s, rate_bps=LINK.bandwidth_bps or 0.0)
 
 
 def rows_of(

@@ -55,9 +55,9 @@ class TwoPeers:
         return await self._b2.listen(host, port, factory, on_problem)
 
 
-FAR = LinkPreset("far", 30.0, 5.0, 1e9, burst_bytes=32 << 10)
-QUICK = LinkPreset("quick", 1.0, 0.5, 2e9, burst_bytes=32 << 10)
-ROUGH = LinkPreset("rough", 20.0, 10.0, 2e8, 0.01, stall_every_s=0.5, stall_s=0.1, burst_bytes=8 << 10)
+FAR = LinkPreset("far", 0.03, 0.005, 1e9, burst_bytes=32 << 10)
+QUICK = LinkPreset("quick", 1e-3, 5e-4, 2e9, burst_bytes=32 << 10)
+ROUGH = LinkPreset("rough", 0.02, 0.01, 2e8, 0.01, stall_every_s=0.5, stall_s=0.1, burst_bytes=8 << 10)
 STAGES: dict[str, tuple[Callable[[], asyncio.AbstractEventLoop], Callable[[], Network]]] = {
     "tcp-asyncio": (asyncio.new_event_loop, TcpNetwork),
     "tcp-uvloop": (uvloop.new_event_loop, TcpNetwork),

@@ -13,7 +13,7 @@ from tests.wire.doubles import Recorder, connect_hosts, on_virtual_time
 from wire.emulate import PIECE_BYTES, PRESETS, SPARE_BYTES, EmulatedNetwork, LinkPreset
 
 DELAY_S = 0.050
-PLAIN = LinkPreset("plain", delay_ms=50.0)
+PLAIN = LinkPreset("plain", delay_s=0.05)
 SLOW = replace(PLAIN, rate_bps=8e6)  # a byte a microsecond
 SLOW_BUFFER_BYTES = 50_000 + SPARE_BYTES
 
@@ -45,7 +45,7 @@ async def test_both_ends_emulated_delay_each_direction_once() -> None:
 @on_virtual_time
 async def test_a_link_may_be_another_one_for_each_peer() -> None:
     hub = MemoryNetwork()
-    links = {"near": replace(PLAIN, delay_ms=1.0), "far": PLAIN, "here": LinkPreset("none", delay_ms=0.0)}
+    links = {"near": replace(PLAIN, delay_s=1e-3), "far": PLAIN, "here": LinkPreset("none", delay_s=0.0)}
     network = EmulatedNetwork(hub.at("here"), lambda host, port: links[host], 0)
     for host, delay_s in (("near", 0.001), ("far", 0.050)):
         there = EmulatedNetwork(hub.at(host), lambda caller, port, host=host: links[host], 0)

@@ -14,7 +14,7 @@ from p2ptrain.core.errors import UserError
 from tests.invariants import check_invariants
 from wire.emulate import LinkPreset, LinkShaper, preset_named
 
-PLAIN = LinkPreset("plain", delay_ms=10.0)
+PLAIN = LinkPreset("plain", delay_s=0.01)
 
 
 def shaper(preset: LinkPreset, seed: int = 0, **kwargs: float) -> LinkShaper:
@@ -24,8 +24,8 @@ def shaper(preset: LinkPreset, seed: int = 0, **kwargs: float) -> LinkShaper:
 presets = st.builds(
     LinkPreset,
     st.just("drawn"),
-    delay_ms=st.floats(0, 500),
-    jitter_ms=st.floats(0, 100),
+    delay_s=st.floats(0, 0.5),
+    jitter_s=st.floats(0, 0.1),
     rate_bps=st.sampled_from([0.0, 56e3, 1e6, 1e9]),
     loss=st.sampled_from([0.0, 0.001, 0.3]),
     stall_every_s=st.just(2.0),
@@ -63,7 +63,7 @@ def test_delivery_keeps_the_order_and_never_beats_light(
 def test_between_any_two_deliveries_no_more_than_the_bucket_passes(
     preset: LinkPreset, script: list[tuple[float, int]], seed: int
 ) -> None:
-    preset = replace(preset, jitter_ms=0.0, loss=0.0, rate_bps=preset.rate_bps or 3e6)
+    preset = replace(preset, jitter_s=0.0, loss=0.0, rate_bps=preset.rate_bps or 3e6)
     log = played(preset, script, seed)
     for first, (_, _, begin) in enumerate(log):
         passed = 0
@@ -87,7 +87,7 @@ def test_a_burst_leaves_at_once_and_must_be_earned_again() -> None:
 
 
 def test_jitter_is_bounded_and_spreads_over_its_whole_range() -> None:
-    link = shaper(replace(PLAIN, jitter_ms=4.0))
+    link = shaper(replace(PLAIN, jitter_s=0.004))
     late_ms = [(link.send(now, 100) - now) * 1e3 - 10 for now in range(2000)]
     assert min(late_ms) >= -1e-6
     assert max(late_ms) <= 4 + 1e-6
@@ -129,8 +129,8 @@ def test_a_stall_holds_departures_and_its_backlog_leaves_at_the_plain_rate() -> 
 
 def test_a_round_trip_is_a_preset_that_does_nothing_else() -> None:
     link = preset_named("80.5ms")
-    assert (link.name, link.delay_ms, link.rtt_s) == ("80.5ms", 40.25, 0.0805)
-    assert link == LinkPreset("80.5ms", 40.25)
+    assert (link.name, link.delay_s, link.rtt_s) == ("80.5ms", 0.04025, 0.0805)
+    assert link == LinkPreset("80.5ms", 0.04025)
     for name in ("-1ms", "ms", "1e3ms", "99999ms", "٣ms", "20 ms"):
         with pytest.raises(UserError, match="no link preset"):
             preset_named(name)
