@@ -14,12 +14,11 @@ The frozen linear layers can be held in bf16, or in NF4 (Dettmers et al., arXiv 
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import json
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
@@ -39,7 +38,7 @@ from p2ptrain.compute.flat import trained_parameters
 from p2ptrain.compute.model import DRAWING, outline, seed_of
 from p2ptrain.core.errors import ConfigError, UserError
 from p2ptrain.core.footprint import held_copies
-from p2ptrain.core.texts import install_command
+from p2ptrain.core.texts import did_you_mean, install_command, join_some
 
 ALL_LINEAR = "all-linear"
 ADAPTER_NAME = "default"  # peft's name of the only adapter
@@ -345,12 +344,5 @@ def _shorten_targets(whole: nn.Module, adapted: Mapping[str, nn.Module], targets
     return sorted(short if fit == set(adapted) else adapted)
 
 
-def _no_match(problem: str, pattern: str, known: Iterable[str]) -> ConfigError:
-    stem = pattern.strip("*.")
-
-    def nearness(name: str) -> float:
-        parts = (name[: len(stem)], *name.split("."))
-        return max(difflib.SequenceMatcher(None, stem, part).ratio() for part in parts)
-
-    near = sorted(known, key=nearness, reverse=True)[:3]
-    return ConfigError(problem, remedy=f"near it are {', '.join(near)}")
+def _no_match(problem: str, pattern: str, known: Sequence[str]) -> ConfigError:
+    return ConfigError(problem, remedy=f"{did_you_mean(pattern, known)}there are {join_some(known)}")
