@@ -34,7 +34,7 @@ from ring import collectives
 from ring.codecs import Codec
 from ring.collectives import MOST_SUB_CHUNK_BYTES, Schedule, Stripe, plan_stripes
 from ring.detector import LEAST_WAIT_S
-from ring.dtypes import Array, check_reduction, reduce_into, storage_dtype
+from ring.dtypes import Array, check_reduction, reduce_into
 from ring.lanes import Flow, Lane, Residual
 from ring.links import ThisMember, Topology, connect_neighbours
 from ring.neighbours import AT_WORK, Neighbour, NeighbourLinks, cause_of
@@ -220,11 +220,10 @@ class RingSession:
             ProtocolError if the session broke. ``broken`` names the suspect.
 
         Raises:
-            ValueError: the buffer is not as described.
+            ValueError: elements of this type have no such reduction.
             ConnectionLost, ProtocolError, DeadlineExceeded: the session was broken before.
         """
         dtype = dtype or buffer.dtype.name
-        _check_buffer(buffer, storage_dtype(dtype))
         check_reduction(dtype, reduction)
         operation = self._begin("all-reduce", patience_s)
         if self._is_small(buffer):
@@ -259,11 +258,7 @@ class RingSession:
             into: shape (numel,). All other arguments, and the errors, are as of ``submit``.
         """
         dtype = dtype or source.dtype.name
-        _check_buffer(into, storage_dtype(dtype))
-        _check_buffer(source, storage_dtype(dtype))
         check_reduction(dtype, reduction)
-        if source.size != self.size * into.size:
-            raise ValueError(f"{source.size} elements for {self.size} parts of {into.size}")
         operation = self._begin("reduce-scatter", patience_s)
         sums = np.empty_like(source) if self._lanes else source
         start = self.rank * into.size
@@ -281,13 +276,11 @@ class RingSession:
     def gather(self, buffer: Array, *, patience_s: float = PATIENCE_S) -> asyncio.Future[None]:
         """Begin an all-gather in place: part r of ``buffer``, shape (size * numel,), becomes that of rank r. Each
         member has its own part there. Other arguments and errors as ``submit``."""
-        _check_buffer(buffer, buffer.dtype)
         return self._on_one_lane("all-gather", buffer, patience_s)
 
     def broadcast(self, buffer: Array, root: int, *, patience_s: float = PATIENCE_S) -> asyncio.Future[None]:
         """Begin a broadcast: replace ``buffer`` by that of ``root``, which has the same size. It ends after every
         member has begun it, so that ``root`` may leave then. Other arguments and errors as ``submit``."""
-        _check_buffer(buffer, buffer.dtype)
         operation = self._begin("broadcast", patience_s)
         if self._is_small(buffer):
 
@@ -552,8 +545,3 @@ class RingSession:
             if not operation.future.done():
                 operation.future.set_exception(self.links.failure())
                 operation.future.exception()  # marks it as retrieved: ``broken`` reports the error, too
-
-
-def _check_buffer(buffer: Array, storage: np.dtype[Any]) -> None:
-    if buffer.ndim != 1 or buffer.dtype != storage or not buffer.flags.c_contiguous or not buffer.flags.writeable:
-        raise ValueError(f"the buffer must be a contiguous, writable array of shape (numel,) and type {storage}")

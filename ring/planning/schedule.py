@@ -45,9 +45,6 @@ class StageOperation:
     kind: OperationKind
     index: int
 
-    def __str__(self) -> str:
-        return f"{self.kind.value}{self.index}"
-
 
 @dataclass(frozen=True, slots=True)
 class StageSchedule:
