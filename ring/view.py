@@ -8,7 +8,6 @@ micro-batches of a step, stands at its first member.
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from itertools import pairwise
 
 from ring.collectives import group_count, owned_range
 from wire.job_messages import MemberRecord, ViewAnnounced
@@ -99,9 +98,3 @@ class View(ViewAnnounced):
 
     def left_of(self, rank: int) -> MemberRecord:
         return self.members[(rank - 1) % self.size]
-
-
-def shares(micro_batches: int, members: int) -> list[tuple[int, int]]:
-    """Cut ``range(micro_batches)`` into equal (first, count) runs. The first members take the remainder, one each."""
-    bounds = [rank * (micro_batches // members) + min(rank, micro_batches % members) for rank in range(members + 1)]
-    return [(first, stop - first) for first, stop in pairwise(bounds)]

@@ -17,8 +17,7 @@ from p2ptrain.core.checkpoints import Meta
 from p2ptrain.core.errors import NetworkError, PeerError
 from ring import member_events as ev
 from ring.session import RingSession
-from ring.token import odd_ones_out
-from ring.view import shares
+from ring.token import Shares, balance_counts, odd_ones_out
 from roles.engine import Engine
 from roles.snapshots import state_digest
 from roles.worker.checkpoint_assembler import CheckpointAssembler
@@ -95,7 +94,7 @@ class BoundaryWork:
         view = session.view
         first, count = 0, engine.data.validation_batches
         if not self.profile.data.private:
-            first, count = shares(count, view.replicas)[view.replica_of(session.rank)]
+            first, count = Shares(balance_counts(count, [0] * view.replicas)).of(view.replica_of(session.rank))
         total, targets = await losses(first, count)
         try:
             gathered = await session.all_gather(_VALIDATION.pack(total, targets), patience_s=patience_s)

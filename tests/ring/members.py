@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from ring import member_events as ev
 from ring.job_member import JobMember, MemberPhase
-from ring.token import first_lineage, next_lineage
+from ring.token import Shares, balance_counts, first_lineage, next_lineage
 from ring.transaction import Transaction
-from ring.view import View, shares
+from ring.view import View
 from tests.invariants import check_invariants
 from wire.job_messages import LedgerRow, MemberRecord, Report
 
@@ -21,10 +21,10 @@ ORIGIN = first_lineage("spec")
 def view(
     generation: int, peers: Sequence[str], *, step: int = 0, lineage: str = ORIGIN, healthy: set[str] | None = None
 ) -> View:
-    parts = shares(MICRO_BATCHES, len(peers))
+    parts = Shares(balance_counts(MICRO_BATCHES, [0] * len(peers)))
     members = tuple(
         MemberRecord(peer, peer, "", 1, first, count, healthy is None or peer in healthy)
-        for peer, (first, count) in zip(peers, parts, strict=True)
+        for peer, (first, count) in zip(peers, map(parts.of, range(len(peers))), strict=True)
     )
     return View(JOB, generation, step, lineage, members, square_sum=4.0)
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring.view import View, shares
+from ring.token import Shares, balance_counts
+from ring.view import View
 from wire.codec import decode_untrusted, encode
 from wire.job_messages import MemberRecord, ViewAnnounced
 
@@ -75,7 +76,8 @@ def test_what_is_no_view_is_refused(view, why):
 
 @given(st.integers(0, 300), st.integers(1, 9))
 def test_shares_cover_the_micro_batches_as_equally_as_can_be(micro_batches, members):
-    cut = shares(micro_batches, members)
+    shares = Shares(balance_counts(micro_batches, [0] * members))
+    cut = [shares.of(rank) for rank in range(members)]
     counts = [count for _, count in cut]
     assert [first for first, _ in cut] == [sum(counts[:rank]) for rank in range(members)]
     assert sum(counts) == micro_batches

@@ -21,8 +21,7 @@ from p2ptrain.lab.bench.network import BenchRing, form_ring, open_gloo
 from p2ptrain.lab.bench.report import BenchReport, Case, Contender, mean, per_cent, times
 from p2ptrain.lab.bench.runner import Answer, Bench
 from ring.session import RingSession
-from ring.token import Flag, Token, difference, first_lineage, next_lineage
-from ring.view import shares
+from ring.token import Flag, Shares, Token, balance_counts, difference, first_lineage, next_lineage
 from roles.compute_thread import ComputeThread
 from roles.engine import WHOLE, Engine
 from roles.strategies import strategy_of
@@ -247,7 +246,8 @@ class TrainingMember:
             kind, _, backend = name.partition("-")
             group = self._gloo if name in GROUPED else None
             self._rivals[name] = await run(TorchTrainer, training_spec(profile), chosen, kind, group, backend or "gloo")
-        self._first, self._count = shares(profile.batch.micro_batches, session.size)[session.rank]
+        shares = Shares(balance_counts(profile.batch.micro_batches, [0] * session.size))
+        self._first, self._count = shares.of(session.rank)
         facts: Answer = {
             "tokens_per_step": profile.batch.micro_batches * engines[RING].data.tokens_per_micro_batch,
             "reduce_bytes": engines[RING].reduce_buffer.nbytes,
