@@ -64,7 +64,7 @@ def member(peer_id: str, first: int, count: int) -> MemberRecord:
         (spoiled(streams=17), "streams is 17"),
         (spoiled(sub_chunk_bytes=-1), "sub_chunk_bytes is -1"),
         (spoiled(sub_chunk_bytes=(64 << 20) + 1), "sub_chunk_bytes is 67108865"),
-        (spoiled(codec="zip"), "codec is 'zip'"),
+        (spoiled(codec="Zip"), "codec is 'Zip'"),
         (spoiled(reduce_bytes=-1), "reduce_bytes is -1"),
         (spoiled(square_sum=float("nan")), "square_sum is nan"),
     ],
