@@ -135,8 +135,8 @@ class Engine(Protocol):
                 members refuse such a step in their vote.
         """
 
-    def validate(self, first: int, count: int) -> tuple[float, int]:
-        """Sum of the losses (nats) and number of targets over validation micro-batches [first, first + count)."""
+    def validate(self, index: int) -> tuple[float, int]:
+        """Sum of the losses (nats) and number of targets of a validation micro-batch."""
 
 
 class EngineState(Protocol):

@@ -327,21 +327,17 @@ class IslandTrainer(Trainer):
 
     # ------------------------------------------------------------------------------------------------------- validation
 
-    def validate(self, first: int, count: int) -> tuple[float, int]:
-        losses, targets = 0.0, 0
-        for index in range(first, min(first + count, self.batches.validation_count)):
-            if index not in self.state.validated:
-                self.validate_round(index)
-            loss, number = self.state.validated[index]
-            losses, targets = losses + loss, targets + number
-        return losses, targets
+    def validate(self, index: int) -> tuple[float, int]:
+        if index not in self.state.validated:
+            self.validate_round(index)
+        return self.state.validated[index]
 
     def validate_round(self, first: int) -> None:
         """Compute validation micro-batches from ``first`` on, one at each process, and keep the results: the worker
         asks for one after the other."""
         with self._island.command("validate_round", first):
             index = min(first + self._island.place.rank, self.batches.validation_count - 1)
-            own = torch.tensor(super().validate(index, 1), dtype=torch.float64)
+            own = torch.tensor(super().validate(index), dtype=torch.float64)
             results = self._island.all_gather(own)
         for rank, result in enumerate(results):
             self.state.validated[first + rank] = float(result[0]), int(result[1])

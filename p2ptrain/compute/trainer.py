@@ -252,11 +252,6 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------------------- validation
 
-    def validate(self, first: int, count: int) -> tuple[float, int]:
-        """Run validation micro-batches ``range(first, first + count)`` through a whole model: sum of the losses (nats)
-        and number of targets."""
-        losses, targets = 0.0, 0
-        for index in range(first, min(first + count, self.batches.validation_count)):
-            _, loss, number = self._passes.validation_forward(index, None)
-            losses, targets = losses + loss, targets + number
-        return losses, targets
+    def validate(self, index: int) -> tuple[float, int]:
+        """Run a validation micro-batch through a whole model: sum of the losses (nats) and number of targets."""
+        return self._passes.validation_forward(index, None)[1:]

@@ -272,11 +272,10 @@ class StandInEngine:
         if self._inner is not None:
             self._inner.is_copy_void = True
 
-    def validate(self, first: int, count: int) -> tuple[float, int]:
-        tokens, parameters = self.data.tokens_per_micro_batch, self.state.parameters
-        squares = [np.sum((parameters - self._target(-1, index)) ** 2) for index in range(first, first + count)]
-        targets = 0 if self.state.part.start else count * tokens  # only the first part counts them
-        return float(np.sum(squares)) / self._numel * tokens, targets
+    def validate(self, index: int) -> tuple[float, int]:
+        square = np.sum((self.state.parameters - self._target(-1, index)) ** 2)
+        tokens = self.data.tokens_per_micro_batch  # only the first part counts them
+        return float(square) / self._numel * tokens, 0 if self.state.part.start else tokens
 
     def _target(self, step: int, index: int) -> npt.NDArray[np.float32]:
         key = hashlib.blake2b(struct.pack("!qqq", self._profile.job.seed, step, index), digest_size=8).digest()

@@ -47,7 +47,7 @@ class MicroBatches(Work):
     async def validate(self, first: int, count: int, *, patience_s: float) -> tuple[float, int]:
         total, targets = 0.0, 0
         for index, counts in self._passes(first, count):
-            loss, number = await self._compute.run(self._engine.validate, index, 1)
+            loss, number = await self._compute.run(self._engine.validate, index)
             if counts:
                 total, targets = total + loss, targets + number
             self._progress()

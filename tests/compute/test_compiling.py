@@ -102,7 +102,7 @@ def losses_of(case: str, text_file: Path, **changes: Any) -> list[float]:
         trainers, run = shards.trainers, shards.step
     else:
         trainer = tiny_trainer(text_file, **changes)
-        trainers, run = [trainer], lambda step: run_step(trainer, step) + 0 * trainer.validate(0, 1)[0]
+        trainers, run = [trainer], lambda step: run_step(trainer, step) + 0 * trainer.validate(0)[0]
     losses = []
     for step in range(STEPS):
         losses.append(run(step))

@@ -27,7 +27,7 @@ from p2ptrain.core.island import IslandPlace
 from roles.worker.build import check_island, island_trainer
 from tests.compute.saving import save
 from tests.compute.test_packing import ONE_EACH, written
-from tests.compute.tiny_trainer import MICRO_BATCHES, run_step, state_bytes, tiny_spec, tiny_trainer
+from tests.compute.tiny_trainer import MICRO_BATCHES, run_step, state_bytes, tiny_spec, tiny_trainer, validate_all
 
 NUMBERS = itertools.count()
 WINDOWS = Path(__file__).parents[2] / "ARCHITECTURE.md"
@@ -94,7 +94,7 @@ def test_an_island_learns_what_one_process_does() -> None:
     with islanders(3) as made:
         together = made.build(tiny_spec(WINDOWS))
         assert [run_step(together, step) for step in range(10)] == pytest.approx(losses, abs=1e-5)
-        assert together.validate(0, 3) == pytest.approx(alone.validate(0, 3))
+        assert validate_all(together) == pytest.approx(validate_all(alone))
     assert losses[-1] < losses[0] - 0.5
 
 

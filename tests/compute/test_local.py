@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name
 from p2ptrain.compute.gradients import MIXING
 from p2ptrain.compute.local import LocalSpec
 from p2ptrain.compute.trainer import Trainer
-from tests.compute.tiny_trainer import OPTIMIZER, state_bytes, tiny_trainer
+from tests.compute.tiny_trainer import OPTIMIZER, state_bytes, tiny_trainer, validate_all
 
 STEPS, MICRO_BATCHES = 6, 7
 SHARES = ((0, 4), (4, 3))
@@ -203,4 +203,4 @@ def test_an_impossible_weight_makes_the_norm_nan(text_file: Path) -> None:
 
 
 def validation(trainer: Trainer) -> float:
-    return trainer.validate(0, trainer.data.validation_batches)[0]
+    return validate_all(trainer)[0]

@@ -24,7 +24,7 @@ from p2ptrain.compute.tuning import TuningSpec
 from p2ptrain.core.errors import StorageError
 from tests.compute.pipelines import Pipeline
 from tests.compute.saving import save
-from tests.compute.tiny_trainer import MICRO_BATCHES, run_step, state_bytes, tiny, tiny_spec, tiny_trainer
+from tests.compute.tiny_trainer import MICRO_BATCHES, run_step, state_bytes, tiny, tiny_spec, tiny_trainer, validate_all
 
 MUON = OptimizerSpec(name="muon", lr=2e-3, warmup_steps=2, weight_decay=0.1, momentum=0.9, clip_norm=0.0)
 """Not clipped: the iteration makes much of a gradient's last bit, so both sides compute the same ones."""
@@ -124,7 +124,7 @@ def test_muon_is_torchs_muon_and_adamw_also_after_a_heal(text_file: Path, member
 def test_the_terms_of_the_loss_are_trained_and_not_validated(text_file: Path) -> None:
     spec = MUON.model_copy(update={"name": "adamw", "schedule": "linear", "label_smoothing": 0.1, "z_loss": 1e-2})
     trainer, plain = tiny_trainer(text_file, optimizer=spec), tiny_trainer(text_file)
-    assert trainer.validate(0, 3) == plain.validate(0, 3)
+    assert validate_all(trainer) == validate_all(plain)
     reference = Reference(trainer, spec)
     everything = [{"params": [p for p in reference.model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
                   {"params": [p for p in reference.model.parameters() if p.ndim < 2], "weight_decay": 0.0}]  # fmt: skip

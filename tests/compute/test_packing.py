@@ -33,7 +33,7 @@ from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError, UserError
 from tests.compute.families import FAMILIES
 from tests.compute.saving import save
-from tests.compute.tiny_trainer import run_step, tiny, tiny_spec, tiny_trainer
+from tests.compute.tiny_trainer import run_step, tiny, tiny_spec, tiny_trainer, validate_all
 
 BYTES = Tokenizer.of_bytes()
 CHATML = (
@@ -410,7 +410,7 @@ def test_packed_losses_are_those_of_each_conversation_alone(tmp_path: Path) -> N
             alone, targets = alone + float(total), targets + number
     assert int((batch.targets != NO_TARGET).sum()) == targets
     assert abs(packed / targets - alone / targets) < 1e-5
-    losses_sum, number = trainer.validate(0, trainer.data.validation_batches)
+    losses_sum, number = validate_all(trainer)
     assert 0 < number < trainer.data.validation_batches * trainer.data.tokens_per_micro_batch
     assert losses_sum / number == pytest.approx(alone / targets, rel=0.1)
 

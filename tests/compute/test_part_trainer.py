@@ -21,7 +21,7 @@ from p2ptrain.compute.stage import StageSpec, fit_training, kept_bytes
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError, ProtocolError, ResourceError
-from tests.compute.tiny_trainer import state_bytes, take_step, tiny, tiny_trainer
+from tests.compute.tiny_trainer import state_bytes, take_step, tiny, tiny_trainer, validate_all
 
 from .families import make_of_bytes, opened, randomize
 from .pipelines import MODEL, Pipeline
@@ -113,7 +113,7 @@ def test_held_out_windows_that_fill_no_micro_batch_are_validated(fraction: float
     data = DataSpec(sequence_tokens=16, limit_bytes=321, validation_fraction=fraction)
     alone, parts = tiny_trainer(Path("stdlib"), model=MODEL, data=data), Pipeline("stdlib", (0, 2, 4), data=data)
     assert len(alone.batches.corpus.training) == 20 - windows
-    losses, targets = alone.validate(0, alone.data.validation_batches)
+    losses, targets = validate_all(alone)
     assert targets == 16 * windows
     if windows:
         assert losses == pytest.approx(losses_of(alone, alone.batches.corpus.validation), rel=1e-6)

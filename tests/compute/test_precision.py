@@ -35,7 +35,7 @@ def test_tf32_is_for_passes_alone(make_trainer: MakeTrainer) -> None:
     assert run_step(trainer, 0) == run_step(plain, 0), "a CPU computes as with fp32"
     assert seen == 2 * MICRO_BATCHES * ["tf32"]
     assert matmul.fp32_precision == before != "tf32"
-    trainer.validate(0, 1)
+    trainer.validate(0)
     assert seen[-1] == "tf32"
     handle.remove()
 
@@ -102,7 +102,7 @@ def test_steps_are_those_of_a_loop_that_rounds_the_weights_anew(make_trainer: Ma
         )
         with torch.no_grad():
             held_out = float(loss_of(trainer.batches.validation_batch(0)))
-        assert trainer.validate(0, 1)[0] == pytest.approx(held_out, rel=2e-3)
+        assert trainer.validate(0)[0] == pytest.approx(held_out, rel=2e-3)
         run_step(mixed, step)
     assert trainer.built.flat.parameters.dtype == torch.float32
     assert run_step(trainer, 8) == pytest.approx(run_step(mixed, 8), rel=0.02)
@@ -128,11 +128,11 @@ def test_each_pass_computes_with_the_present_weights(
     flat.model.register_forward_pre_hook(check)
 
     def take(step: int) -> None:
-        other.validate(0, 1)
+        other.validate(0)
         other.begin_step(step)
         other.micro_batch(step, 0)  # given up
         run_step(other, step)
-        other.validate(0, 1)
+        other.validate(0)
 
     run_step(trainer, 0)
     save(trainer, tmp_path, 1)

@@ -22,7 +22,7 @@ from p2ptrain.core.errors import UserError
 from tests.compute.saving import save
 from tests.compute.test_optimizer import step_together
 from tests.compute.test_tuning import opened
-from tests.compute.tiny_trainer import MICRO_BATCHES, run_step, state_bytes, tiny_trainer
+from tests.compute.tiny_trainer import MICRO_BATCHES, run_step, state_bytes, tiny_trainer, validate_all
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in peft
 
@@ -89,7 +89,7 @@ def test_steps_are_those_of_the_formula_with_peft(settings: dict[str, Any], base
     assert state_bytes(together[0]) == state_bytes(together[1])
     held_out = [PAIRS[number] for number in alone.batches.corpus.validation.tolist()]
     expected = sum(pair_loss(policy, reference, pair).item() for pair in held_out)
-    assert alone.validate(0, 99) == (pytest.approx(expected, rel=1e-4), len(held_out))
+    assert validate_all(alone) == (pytest.approx(expected, rel=1e-4), len(held_out))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-weights"])

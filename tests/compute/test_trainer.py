@@ -25,7 +25,7 @@ from p2ptrain.compute.trainer import Trainer
 from p2ptrain.core.errors import ConfigError, JobFailed, ResourceError
 from p2ptrain.core.training import SettingsPeriod
 from tests.compute.saving import save
-from tests.compute.tiny_trainer import APART, MICRO_BATCHES, OPTIMIZER, TINY, run_step, state_bytes, tiny
+from tests.compute.tiny_trainer import APART, MICRO_BATCHES, OPTIMIZER, TINY, run_step, state_bytes, tiny, validate_all
 
 MakeTrainer = Callable[..., Trainer]
 
@@ -272,7 +272,7 @@ def test_a_micro_batch_too_large_for_the_device_is_a_resource_error(make_trainer
 
     trainer = make_trainer()
     trainer.built.flat.model.register_forward_pre_hook(out_of_memory)
-    for compute in (lambda: trainer.micro_batch(0, 0), lambda: trainer.validate(0, 1)):
+    for compute in (lambda: trainer.micro_batch(0, 0), lambda: trainer.validate(0)):
         with pytest.raises(ResourceError, match="Tried to allocate 2 GiB") as caught:
             compute()
         assert "batch.micro_batch_sequences" in caught.value.remedy
@@ -281,13 +281,11 @@ def test_a_micro_batch_too_large_for_the_device_is_a_resource_error(make_trainer
 def test_validation_adds_up_over_shares(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer()
     assert trainer.data.validation_batches == 3
-    whole, targets = trainer.validate(0, 3)
+    whole, targets = validate_all(trainer)
     assert targets == 3 * 32
-    parts = [trainer.validate(index, 1) for index in range(3)]
+    parts = [trainer.validate(index) for index in range(3)]
     assert sum(loss for loss, _ in parts) == whole
     assert whole / targets == pytest.approx(math.log(256), abs=1)
-    assert trainer.validate(2, 100) == parts[2]
-    assert trainer.validate(3, 5) == (0.0, 0)
     assert not trainer.reduce_buffer.any()
 
 

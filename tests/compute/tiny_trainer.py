@@ -63,6 +63,12 @@ def run_step(trainer: Trainer, step: int, micro_batches: int = MICRO_BATCHES) ->
     return take_step(trainer, step, micro_batches).loss
 
 
+def validate_all(trainer: Trainer) -> tuple[float, int]:
+    """Sum of the losses, and number of targets, of all validation micro-batches."""
+    parts = [trainer.validate(index) for index in range(trainer.data.validation_batches)]
+    return sum(loss for loss, _ in parts), sum(number for _, number in parts)
+
+
 def state_bytes(trainer: Trainer) -> dict[str, bytes]:
     """A copy of everything that decides the future, by name."""
     return {blob.name: bytes(blob.view) for blob in trainer.state.blobs()}

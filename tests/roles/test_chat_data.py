@@ -15,6 +15,7 @@ from roles.engine import Engine
 from roles.seed.jobs import assigned_spec
 from roles.strategies import strategy_of
 from roles.worker.build import engine_builder
+from tests.compute.tiny_trainer import validate_all
 from tests.roles.in_process import Cluster
 
 STEPS = 6
@@ -106,7 +107,7 @@ async def test_members_with_private_text_validate_on_their_own(cluster: Cluster,
     assert [row["members"] for row in rows] == [2] * STEPS
     engines = [peer.engines[-1] for peer in peers]
     assert engines[0].batches.corpus.digest != engines[1].batches.corpus.digest
-    parts = [engine.validate(0, engine.data.validation_batches) for engine in engines]
+    parts = [validate_all(engine) for engine in engines]
     assert parts[0][1] != parts[1][1]
     mean = sum(losses for losses, _ in parts) / sum(targets for _, targets in parts)
     assert rows[-1]["val_loss"] == pytest.approx(mean, rel=1e-6)

@@ -30,8 +30,8 @@ class Scripted(StandInEngine):
         super().__init__(profile, on_micro_batch=gate.wait if gate else lambda step, index: None, stage=stage)
         self._loss = loss
 
-    def validate(self, first: int, count: int) -> tuple[float, int]:
-        targets = count * self.data.tokens_per_micro_batch * (self.stage.index == 0)
+    def validate(self, index: int) -> tuple[float, int]:
+        targets = self.data.tokens_per_micro_batch * (self.stage.index == 0)
         return self._loss(self.state.step) * targets, targets
 
 

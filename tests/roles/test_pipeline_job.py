@@ -18,6 +18,7 @@ from p2ptrain.lab.memory import MemoryNetwork
 from ring import coordination as co
 from roles.strategies import strategy_of
 from roles.worker.build import engine_builder
+from tests.compute.tiny_trainer import validate_all
 from tests.roles.in_process import Cluster, Gate, Peer
 from tests.roles.test_cluster import at, done
 
@@ -63,7 +64,7 @@ def one_process(profile: Profile) -> tuple[list[float], dict[int, float], dict[s
         trainer.finish_gradients()
         losses.append(trainer.apply(step, trainer.partial_square_sum(0, trainer.reduce_buffer.size)).loss)
         if (step + 1) % profile.validation.every == 0 or step + 1 == profile.job.steps:
-            total, targets = trainer.validate(0, trainer.data.validation_batches)
+            total, targets = validate_all(trainer)
             held_out[step + 1] = total / targets
     return losses, held_out, dict(trainer.built.flat.model.state_dict())
 
