@@ -7,7 +7,6 @@ were told; there a job that went back begins a new run (``TrackedRun.id``).
 
 from __future__ import annotations
 
-import base64
 import faulthandler
 import json
 import os
@@ -29,7 +28,6 @@ KEYS = ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
 """Variables of the environment whose values are secret."""
 REQUEST_S = 20.0
 """Longest wait for an answer of MLflow's server."""
-MAX_ANSWER_BYTES = 1 << 20
 STUCK_S, FINISH_S = 120, 60
 MAX_PARAMS, MAX_PARAM = 100, 500
 """How many parameters a request to MLflow may hold, and the length of a value."""
@@ -177,25 +175,17 @@ class MlFlow(Writer):
             self._ask("runs/update", run_id=self._run, status=status)
 
     def _ask(self, method: str, **body: Any) -> Any:
-        from http.client import HTTPException
-        from urllib.error import HTTPError
-        from urllib.request import Request, urlopen
+        import httpx2
 
         uri, token, user, password = (
             self._environ.get(f"MLFLOW_TRACKING_{name}", "") for name in ("URI", "TOKEN", "USERNAME", "PASSWORD")
         )
-        address, headers = f"{uri.rstrip('/')}/api/2.0/mlflow/{method}", {"Content-Type": "application/json"}
-        basic = base64.b64encode(f"{user}:{password}".encode()).decode()
+        address, headers = f"{uri.rstrip('/')}/api/2.0/mlflow/{method}", {"Authorization": f"Bearer {token}"}
+        known = {"headers": headers} if token else {"auth": (user, password)} if user else dict[str, Any]()
         try:
-            request = Request(address, json.dumps(body).encode(), headers)  # noqa: S310 - see ``check``
-            if token or user:  # not told to an address that the server sends us to
-                request.add_unredirected_header("Authorization", f"Bearer {token}" if token else f"Basic {basic}")
-            with urlopen(request, timeout=REQUEST_S) as answer:  # noqa: S310
-                return json.loads(answer.read(MAX_ANSWER_BYTES))
-        except (OSError, HTTPException, ValueError) as error:
-            if isinstance(error, HTTPError):
-                error.close()
-            text = f"MLflow's server does not do {method}: {error}"
+            return httpx2.post(address, json=body, timeout=REQUEST_S, **known).raise_for_status().json()
+        except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
+            text = f"MLflow's server does not do {method}: {str(error).partition(chr(10))[0]}"
             raise P2PTrainError(text, remedy="check MLFLOW_TRACKING_URI and its credentials") from error
 
 

@@ -98,10 +98,6 @@ class MlFlowServer(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def do_GET(self) -> None:
-        type(self).asked.append((self.path, dict(self.headers)))
-        self.send_error(404)
-
     def log_message(self, format: str, *args: object) -> None: ...
 
 
@@ -141,10 +137,8 @@ def test_mlflow_is_told_each_value_and_finds_the_run_again(
     with pytest.raises(P2PTrainError, match="401") as caught:
         MlFlow(Track(), environ | {"MLFLOW_TRACKING_TOKEN": "wrong"}).begin(run)
     assert "MLFLOW_TRACKING_URI" in caught.value.remedy
-    with pytest.raises(P2PTrainError, match="404"):
+    with pytest.raises(P2PTrainError, match="302"):  # it does not follow, nor tell its key elsewhere
         MlFlow(Track(), environ | {"MLFLOW_TRACKING_TOKEN": "moved"}).begin(run)
-    assert server.asked[-1][0] == "/elsewhere"
-    assert "Authorization" not in server.asked[-1][1]
 
 
 @pytest.mark.parametrize("address", ["", "file:///x", "http://me:key@host", "http:///"])

@@ -104,7 +104,7 @@ class BenchMember:
         """Listen for ring connections, over an emulated link and with TLS if these are given."""
         network: Network = TcpNetwork()
         if credentials:
-            own = Credentials.load(RealDisk(), Path(credentials))
+            own = Credentials.load(RealDisk(), Path(credentials, peer_id(self.rank)))
             network = TlsNetwork(TcpNetwork(), own, require_client_certificate=True)
         if link:
             network = EmulatedNetwork(network, preset_named(link), seed=self.rank)
@@ -132,7 +132,7 @@ class BenchMember:
         """Listen for plain sockets beside the ring, under this name."""
         contexts: tuple[ssl.SSLContext, ssl.SSLContext] | tuple[()] = ()
         if credentials:
-            own = Credentials.load(RealDisk(), Path(credentials))
+            own = Credentials.load(RealDisk(), Path(credentials, peer_id(self.rank)))
             contexts = own.server_context(), own.client_context()
         self._sockets[name] = SocketRing(*contexts)
         return {"port": self._sockets[name].port}

@@ -46,7 +46,7 @@ class BenchRing:
 
 
 async def form_ring(bench: Bench, members: Members, ring: BenchRing) -> None:
-    answers = await members.all("listen", link=ring.link, each=_credentials(bench, members, ring.tls))
+    answers = await members.all("listen", link=ring.link, credentials=_credentials(bench, members, ring.tls))
     ports = [answer["port"] for answer in answers]
     how: Answer = {"sub_chunk_bytes": ring.sub_chunk_bytes, "streams": ring.streams, "codec": ring.codec}
     await members.all("form", ports=ports, **how)
@@ -54,13 +54,15 @@ async def form_ring(bench: Bench, members: Members, ring: BenchRing) -> None:
 
 async def connect_sockets(bench: Bench, members: Members, name: str, *, tls: bool) -> None:
     """Connect plain sockets around the ring, under this name."""
-    answers = await members.all("listen_plainly", name=name, each=_credentials(bench, members, tls))
+    answers = await members.all("listen_plainly", name=name, credentials=_credentials(bench, members, tls))
     await members.all("connect_plainly", name=name, ports=[answer["port"] for answer in answers])
 
 
-def _credentials(bench: Bench, members: Members, tls: bool) -> list[dict[str, str]]:
-    peers = [peer_id(rank) for rank in range(len(members))]
-    return [{"credentials": path} for path in (make_credentials(bench.root, peers) if tls else [""] * len(peers))]
+def _credentials(bench: Bench, members: Members, tls: bool) -> str:
+    """The directory with a directory of credentials for each member; empty: none is needed."""
+    if tls:
+        make_credentials(bench.root, map(peer_id, range(len(members))))
+    return str(bench.root) * tls
 
 
 async def open_gloo(members: Members, timeout_s: float, *, p2p: bool = False) -> tuple[str, str]:

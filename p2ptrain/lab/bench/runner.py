@@ -120,29 +120,25 @@ class Members:
     def __len__(self) -> int:
         return len(self._children)
 
-    async def all(
-        self, do: str, *, each: Sequence[dict[str, Any]] | None = None, seconds: float = 0.0, **arguments: Any
-    ) -> list[Answer]:
+    async def all(self, do: str, *, seconds: float = 0.0, **arguments: Any) -> list[Answer]:
         """Send all members an order with ``arguments``; return their answers.
 
         Args:
-            each: further arguments of each member.
             seconds: expected time of the order.
 
         Raises:
             JobFailed: a member failed or is gone.
             DeadlineExceeded: a member did not answer.
         """
-        orders = [{"do": do, **arguments, **(each[rank] if each else {})} for rank in range(len(self))]
-        limit_s = ORDER_S + 20 * seconds
+        order, limit_s = {"do": do, **arguments}, ORDER_S + 20 * seconds
         try:
             async with asyncio.timeout(limit_s):
-                return list(await asyncio.gather(*(self._ask(rank, order) for rank, order in enumerate(orders))))
+                return list(await asyncio.gather(*(self._ask(child, order) for child in self._children)))
         except TimeoutError:
             raise DeadlineExceeded(f"the members did not {do} within {limit_s:.0f} s") from None
 
-    async def _ask(self, rank: int, order: dict[str, Any]) -> Answer:
-        child = self._children[rank]
+    @staticmethod
+    async def _ask(child: PeerProcess, order: dict[str, Any]) -> Answer:
         assert child.process.stdin is not None
         assert child.process.stdout is not None
         try:

@@ -10,8 +10,8 @@ import select
 import socket
 import ssl
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from p2ptrain.core.disk import RealDisk
@@ -43,15 +43,13 @@ class SocketRing:
 
     def connect(self, right_port: int) -> None:
         """Dial the right neighbour and accept the left one; every member does so. Raises ``OSError``."""
-        self._right = _tuned(socket.create_connection((HOST, right_port), SILENCE_S))
-        self._left = _tuned(self._listener.accept()[0])
+        right = socket.create_connection((HOST, right_port), SILENCE_S)
+        left, _ = self._listener.accept()
         if self._server is not None and self._client is not None:
-            right = self._client.wrap_socket(self._right, do_handshake_on_connect=False)
-            left = self._server.wrap_socket(self._left, server_side=True, do_handshake_on_connect=False)
-            self._right, self._left = right, left
-            waiting = [right, left]
-            while waiting := [end for end in waiting if not _handshake(end)]:
-                _wait(waiting, [])
+            with ThreadPoolExecutor(1) as thread:  # each side of a handshake waits for the other one
+                accepted = thread.submit(self._server.wrap_socket, left, server_side=True)
+                right, left = self._client.wrap_socket(right), accepted.result()
+        self._right, self._left = _tuned(right), _tuned(left)
 
     def exchange(
         self, outgoing: memoryview, incoming: memoryview, *, send_bytes: int, receive_bytes: int, piece_bytes: int
@@ -92,13 +90,6 @@ def _tuned(plain: socket.socket) -> socket.socket:
     return plain
 
 
-def _handshake(end: ssl.SSLSocket) -> bool:
-    with suppress(ssl.SSLWantReadError):
-        end.do_handshake()
-        return True
-    return False
-
-
 def _move(call: Callable[[memoryview], int], memory: memoryview, moved: int, nbytes: int) -> int:
     """Send or receive a piece, as much of it as is possible now. Returns the number of its bytes."""
     if not nbytes:
@@ -123,7 +114,7 @@ def peer_id(rank: int) -> str:
     return f"member-{rank}"
 
 
-def make_credentials(root: Path, peers: Sequence[str]) -> list[str]:
+def make_credentials(root: Path, peers: Iterable[str]) -> None:
     """Make a directory with credentials for each peer, under a new CA. The CA's key is not kept. Raises
     ``StorageError``."""
     from wire import credentials
@@ -135,4 +126,3 @@ def make_credentials(root: Path, peers: Sequence[str]) -> list[str]:
         _, key = credentials.request_of_untrusted(csr_der)
         der = credentials.sign_certificate(ca_key, ca_pem, key, peer_id=peer, roles=["worker"], now=now)
         Credentials(root / peer, ca_pem, credentials.pem_of(der), key_pem).save(disk)
-    return [str(root / peer) for peer in peers]

@@ -1,4 +1,4 @@
-"""Invariants of every run, checked while it runs. The first violation ends the run with ``Violation``.
+"""Invariants of every run, checked while it runs. The first violation ends the run.
 
 - *same bits*: states of equal step and lineage are bit-equal, on every machine, at any time, on disk too;
 - *exactly once*: a state counts the steps applied to it, and the count equals its step number. Its parameters equal
@@ -76,12 +76,6 @@ class ObservedMachine:
         return self.engine.stage.index if self.engine is not None else 0
 
 
-class Violation(AssertionError):
-    def __init__(self, name: str, text: str) -> None:
-        super().__init__(f"{name}: {text}")
-        self.name = name
-
-
 class Checklist:
     """What happened, what was checked, and the first violation. ``now``: virtual seconds."""
 
@@ -89,7 +83,7 @@ class Checklist:
         self._now = now
         self.timeline: list[tuple[float, str]] = []
         self.checks: dict[str, int] = {}
-        self.violation: Violation | None = None
+        self.violation: tuple[str, str] | None = None  # the name of the invariant, and what happened
 
     def tell(self, text: str) -> None:
         self.timeline.append((self._now(), text))
@@ -97,8 +91,8 @@ class Checklist:
     def check(self, name: str, holds: bool, text: str) -> None:
         self.checks[name] = self.checks.get(name, 0) + 1
         if not holds and self.violation is None:
-            self.violation = Violation(name, text)
-            self.tell(f"VIOLATION {self.violation}")
+            self.violation = name, f"{name}: {text}"
+            self.tell(f"VIOLATION {name}: {text}")
 
 
 class MemberChecks:

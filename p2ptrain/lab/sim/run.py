@@ -136,8 +136,7 @@ def run_schedule(
             problem = runner.run(_simulate(simulation, rng, kinds, conduct or _conduct))
     finally:
         gc.enable()
-    violation = simulation.observer.report.violation
-    name, text = (violation.name, str(violation)) if violation else problem
+    name, text = simulation.observer.report.violation or problem
     timeline = simulation.observer.report.timeline
     fingerprint = hashlib.sha256(repr((timeline, loop.callbacks)).encode()).hexdigest()[:16]
     return SimulationResult(
