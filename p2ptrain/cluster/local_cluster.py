@@ -43,8 +43,7 @@ R = TypeVar("R", PeerInfo, ServingInfo)
 LOOPBACK = "127.0.0.1"
 LEAVE_S = 3.0  # a worker leaves within two seconds
 READY_S = 180.0
-"""Time limit for the seed to listen, and for all peers to join, or to serve. They import torch first, which is slow if
-many share few cores."""
+"""Time limit for the seed to listen, and for all peers to join or serve: imports are slow if many share few cores."""
 EXIT_AFTER_CLOSE_S = 2.0  # a dying process ends at most so long after its connections
 LINE_BYTES = 64 << 20
 """The longest line of a child's output. A benchmark sends all its texts in one line."""
