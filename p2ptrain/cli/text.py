@@ -210,7 +210,7 @@ class RedialledVerifier:
 
     def __init__(self, seed: str, model: str, client: VerifierClient) -> None:
         self.client, self._wanted = client, (seed, model)
-        self.model, self.context, self.created = client.model, client.context, client.created
+        self.model, self.context = client.model, client.context
 
     async def write(self, request: TextRequest) -> RemoteText:
         """As ``TextService.write``, and as ``dial_verifier``."""

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from p2ptrain.compute import first_import
 from p2ptrain.core.activations import IDS, encode_ids
@@ -369,17 +370,8 @@ class AdaptedModel:
         self.vocab_size, self.context, self.dtype = model.vocab_size, model.context, model.dtype
         self._model, self._adapter = model, adapter
 
-    async def open(
-        self, *, positions: int, sampling: Sampling, sample_from: int, ids: Sequence[int] = (), priority: int = 0
-    ) -> LocalSession:
-        return await self._model.open(
-            positions=positions,
-            sampling=sampling,
-            sample_from=sample_from,
-            ids=ids,
-            priority=priority,
-            adapter=self._adapter,
-        )
+    async def open(self, **asked: Any) -> LocalSession:
+        return await self._model.open(**asked, adapter=self._adapter)
 
     async def close(self) -> None:
         """The model closes with its own ``close``."""

@@ -117,15 +117,13 @@ class TextService(Protocol):
     """Writes texts on request.
 
     Attributes:
-        model: its name. context: most positions; None: unknown. created: Unix time of the model's files.
+        model: its name. context: most positions; None: unknown.
     """
 
     @property
     def model(self) -> str: ...
     @property
     def context(self) -> int | None: ...
-    @property
-    def created(self) -> int: ...
 
     async def write(self, request: TextRequest) -> Writing:
         """Begin a text.
@@ -141,8 +139,10 @@ class TextService(Protocol):
 class TokenizingService(TextService, Protocol):
     """A ``TextService`` with the model's tokenizer and chat template here.
 
-    ``form``: of its conversations."""
+    ``form``: of its conversations. ``created``: Unix time of the model's files."""
 
+    @property
+    def created(self) -> int: ...
     @property
     def form(self) -> ChatFormat: ...
 

@@ -31,8 +31,6 @@ _IF_LOST = "ask again when it is back, or use another one: --verifier NAME"
 class VerifierClient:
     """A ``TextService``: a connection to one verifier, for any number of questions of one of its models."""
 
-    created = 0  # unknown: the model's files are the verifier's
-
     def __init__(self, verifier: ServingInfo, connection: Connection) -> None:
         self.verifier = verifier
         self._connection = connection
