@@ -11,8 +11,8 @@ from typing import Any
 
 URL = os.environ.get("SERVER", "http://127.0.0.1:8000")
 MODEL = os.environ["MODEL"]
-MOST = 60
-"""Tokens of an answer: enough for a call of the tool."""
+MOST = 250
+"""Tokens of an answer: enough for a call of the tool, also with much white space."""
 WEATHER = "What is the weather in Oslo?"
 PARAMETERS: dict[str, Any] = {
     "type": "object",

@@ -67,4 +67,5 @@ attempt("stream with a cached system text", stream)
 attempt("stream with a tool", stream_tool)
 attempt("parse, structured output", parse)
 attempt("tool runner (beta)", runner)
-attempt("top_k, stop_sequences", lambda: client.messages.create(**ASK, top_k=5, stop_sequences=["."]).stop_reason)
+more = {"stop_sequences": ["."], "extra_body": {"top_k": 5}}
+attempt("top_k, stop_sequences", lambda: client.messages.create(**ASK, **more).stop_reason)

@@ -8,11 +8,13 @@ from common import MODEL, MOST, URL, WEATHER, attempt
 from langchain_anthropic import ChatAnthropic
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 
 class Trip(BaseModel):
-    """A trip."""
+    """A trip. Other fields are forbidden: a random model would add some without end."""
+
+    model_config = ConfigDict(extra="forbid")
 
     city: Literal["Rome", "Oslo"]
     days: Literal[1, 2, 3]
