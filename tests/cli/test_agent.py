@@ -18,7 +18,7 @@ import pytest
 import p2ptrain.cli
 from p2ptrain.cluster.running import announce_seed
 from wire.address import parse_address
-from wire.records import ClusterInfo
+from wire.records import ClusterInfo, ServingInfo
 
 from .conftest import Command, JoinedSeed
 
@@ -112,6 +112,19 @@ def test_endpoint_of_the_seed_is_found(
     assert shown.rstrip().endswith("aider --model openai/tiny")
     assert "OPENAI_API_KEY=HIDDEN" in shown
     assert KEY not in shown
+
+
+def test_endpoint_of_a_verifier_is_found(command: Command, fake_seed: JoinedSeed, url: str, key: Path) -> None:
+    cluster = ClusterInfo("c", "attic", "0", fake_seed.address, 0.0, 0, 0)
+    verifier = ServingInfo(
+        id="a/tiny", peer="a", name="big", role="verifier", host="127.0.0.1", port=1, model="tiny", http=f"{url}/v1"
+    )
+    fake_seed.answers["cluster.info"] = {"cluster": cluster.to_map()}
+    fake_seed.answers["serving.list"] = {"serving": [verifier.to_map()]}
+    shown = command("agent", "qwen", "--dry-run", "--api-key-file", str(key)).out
+    assert f"OPENAI_BASE_URL={url}/v1" in shown
+    fake_seed.answers["serving.list"] = {"serving": []}
+    assert "neither the seed nor a verifier answers HTTP" in command("agent", "qwen", "--dry-run").err
 
 
 def test_what_cannot_be_started_is_refused(
