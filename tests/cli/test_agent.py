@@ -130,6 +130,7 @@ def test_endpoint_of_a_verifier_is_found(command: Command, fake_seed: JoinedSeed
 def test_what_cannot_be_started_is_refused(
     command: Command, url: str, key: Path, programs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("os.execvpe", None)
     here = ("--url", url, "--api-key-file", str(key))
     assert "choose one of aider, claude" in command("agent", "emacs").err
     assert "pipx install aider-chat" in command("agent", "aider").err
