@@ -24,7 +24,7 @@ from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError, Refused
 from p2ptrain.core.hours import OpenHours
 from p2ptrain.core.texts import human_seconds
-from p2ptrain.core.threads import SlowThreads
+from p2ptrain.core.threads import RealThreads
 from p2ptrain.core.world import LoopClock, World, real_world
 from roles.member import Identity, MemberOptions, Program, ServingMember, claim
 from roles.seed_link import RetryTimeS, is_transient, until_reached
@@ -153,8 +153,7 @@ def _set(ending: asyncio.Event, _: object) -> None:
 
 
 def world_of(options: JoinOptions, context: JoinContext) -> World:
-    world = real_world(context.access.network)
-    return replace(world, threads=SlowThreads(world.threads, options.straggler)) if options.straggler > 1 else world
+    return replace(real_world(context.access.network), threads=RealThreads(options.straggler))
 
 
 def member_options(options: JoinOptions, context: JoinContext, **more: Scalar) -> MemberOptions:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -47,19 +47,49 @@ class Threads(Protocol):
 
 
 class RealThreads:
+    """Threads of this machine.
+
+    Args:
+        straggler: emulates a slow computer, as ``wire.emulate`` does a slow link: calls on the thread ``compute`` take
+            so many times as long, and it sleeps in the rest of that time. A call that times itself, such as the
+            measurement of this machine's speed for the placement of a split model, does not notice.
+        sleep, clock: in seconds; tests pass their own.
+    """
+
+    def __init__(
+        self,
+        straggler: float = 1.0,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._straggler, self._sleep, self._clock = straggler, sleep, clock
+
     def start(self, name: str) -> Thread:
-        return _DaemonThread(name)
+        return _DaemonThread(name, self._run_slowly if name == "compute" and self._straggler > 1 else _run)
+
+    def _run_slowly(self, call: Callable[[], T]) -> T:
+        began = self._clock()
+        try:
+            return call()
+        finally:
+            self._sleep((self._straggler - 1) * (self._clock() - began))
+
+
+def _run(call: Callable[[], T]) -> T:
+    return call()
 
 
 class _DaemonThread:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, run: Callable[[Callable[[], Any]], Any]) -> None:
+        self._run = run
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         threading.Thread(target=self._loop, name=name, daemon=True).start()
 
     def submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._jobs.put((loop, future, call))
+        self._jobs.put((loop, future, partial(self._run, call)))
         return future
 
     def close(self) -> None:
@@ -70,48 +100,6 @@ class _DaemonThread:
             if not _carried_out(*job):
                 return
             del job  # while waiting, the thread must not keep a job's objects, such as a model, alive
-
-
-@dataclass(frozen=True, slots=True)
-class SlowThreads:
-    """Emulates a slow computer (a straggler), as ``wire.emulate`` does a slow link: calls on the thread ``name`` take
-    ``factor`` times as long, and the thread sleeps in the rest of that time. A call that times itself, such as the
-    measurement of this machine's speed for the placement of a split model, does not notice.
-
-    Attributes:
-        sleep, clock: in seconds; tests pass their own.
-    """
-
-    inner: Threads
-    factor: float
-    name: str = "compute"
-    sleep: Callable[[float], None] = time.sleep
-    clock: Callable[[], float] = time.perf_counter
-
-    def start(self, name: str) -> Thread:
-        thread = self.inner.start(name)
-        return _SlowThread(thread, self) if name == self.name else thread
-
-
-@dataclass(frozen=True, slots=True)
-class _SlowThread:
-    _thread: Thread
-    _slow: SlowThreads
-
-    def submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
-        slow = self._slow
-
-        def slowly() -> T:
-            began = slow.clock()
-            try:
-                return call()
-            finally:
-                slow.sleep((slow.factor - 1) * (slow.clock() - began))
-
-        return self._thread.submit(slowly)
-
-    def close(self) -> None:
-        self._thread.close()
 
 
 class LoopThreads:

@@ -108,6 +108,7 @@ class ProcessThreads(RealThreads):
     """The threads of one worker. Those that write end with it, as they would with its process."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.disk: list[threading.Thread] = []
 
     def start(self, name: str) -> Thread:

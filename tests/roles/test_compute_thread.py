@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from p2ptrain.core.threads import RealThreads, SlowThreads
+from p2ptrain.core.threads import RealThreads
 from roles.compute_thread import ComputeFailed, ComputeThread, translate_error
 
 
@@ -68,7 +68,7 @@ async def test_a_straggler_takes_so_many_times_as_long_to_compute() -> None:
             raise ValueError("fails at once")
         return "done"
 
-    slow = SlowThreads(RealThreads(), 5.0, sleep=slept.append, clock=lambda: at_s[0])
+    slow = RealThreads(5.0, sleep=slept.append, clock=lambda: at_s[0])
     thread, disk = ComputeThread(slow), slow.start("disk")
     assert await thread.run(call, 2.0) == "done"
     with pytest.raises(ComputeFailed, match="fails at once"):
