@@ -89,9 +89,3 @@ class PassQueue(Generic[K]):
 
     def _order(self, session: K) -> tuple[int, int]:
         return self._waiting[session].priority, self._waiting[session].place
-
-    def validate(self) -> None:
-        assert not self._waiting.keys() & self._places.keys()
-        places = [*self._places.values(), *(waiting.place for waiting in self._waiting.values())]
-        assert len(set(places)) == len(places)
-        assert all(0 < place <= self._last_place for place in places)

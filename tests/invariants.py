@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import singledispatch
+from typing import Any
 
 from ring.collectives import Receive, Schedule, Send
 from ring.coordination import ENDED, JobPhase
@@ -11,6 +12,12 @@ from ring.coordinator import Coordinator
 from ring.job_member import CHANGING, JobMember, MemberPhase
 from ring.staleness import Intake
 from ring.transaction import Transaction
+from roles.drafter.drafting import DraftedText
+from roles.pass_queue import PassQueue
+from roles.serving.model import Decoding
+from roles.verifier.speculation import Speculation
+from roles.worker.part_cache import MAX_PARTS, PartCache
+from roles.worker.transfer import WINDOW, Transfer
 from wire.emulate import LinkShaper
 from wire.frame import CONTROL_FRAME_BYTES, FrameDecoder, _State
 
@@ -100,3 +107,57 @@ def _(core: Coordinator) -> None:
     assert phase is not JobPhase.PAUSED or core.paused, history
     assert phase not in ENDED or not who.peers, history
     assert phase not in ENDED or core.next_deadline() is None, history
+
+
+@check_invariants.register
+def _(core: DraftedText) -> None:
+    assert core._prompt <= core._verified <= len(core._ids) <= core._positions
+    assert core._verified <= core._sent <= len(core._ids)
+    assert core._held <= len(core._ids)
+    assert core.epoch <= core.number
+
+
+@check_invariants.register
+def _(core: PartCache) -> None:
+    assert sum(part.bytes for part in core.parts.values()) + sum(core._reserved.values()) <= core.limit_bytes
+    assert len(core.parts) <= MAX_PARTS
+    assert all(part.wanted.keys() <= part.users for part in core.parts.values())
+
+
+@check_invariants.register
+def _(core: Transfer) -> None:
+    under_way = [key for known in core._sources.values() for key in known.under_way if key in core._wanted]
+    queued = [*under_way, *core._waiting]
+    assert len(queued) == len(set(queued)), "a piece is asked for twice"
+    assert set(queued) == {key for key in core._wanted if not core.has(key)}, "a piece was forgotten"
+    assert all(len(known.under_way) <= WINDOW for known in core._sources.values())
+
+
+@check_invariants.register(PassQueue)
+def _(core: PassQueue[Any]) -> None:
+    assert not core._waiting.keys() & core._places.keys()
+    places = [*core._places.values(), *(waiting.place for waiting in core._waiting.values())]
+    assert len(set(places)) == len(places)
+    assert all(0 < place <= core._last_place for place in places)
+
+
+@check_invariants.register
+def _(core: Decoding) -> None:
+    assert core.prompt_tokens <= len(core.ids) <= core._stop
+    assert core.ended or core.in_prompt or len(core.ids) < core._stop
+    assert core._stale <= len(core._passes) <= core.most_passes
+    assert core.ended or core._stale or not core.assumed or core._continues(core._passes[0][0])
+
+
+@check_invariants.register
+def _(core: Speculation) -> None:
+    line, size = core._line, len(core.decoding.ids)
+    if line is None:
+        return
+    assert line.size <= size
+    assert line._matched <= min(size, line._end)
+    assert line.depth <= line._reach
+    assert len(line.ahead) <= line._reach
+    assert not line.dead or not line.ahead
+    assert line.dead or not line.ahead or line._end == size + len(line.ahead)
+    assert line.epoch < len(line.sizes)

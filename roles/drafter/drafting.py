@@ -155,12 +155,6 @@ class DraftedText:
         self._sent = stop
         return [send]
 
-    def validate(self) -> None:
-        assert self._prompt <= self._verified <= len(self._ids) <= self._positions
-        assert self._verified <= self._sent <= len(self._ids)
-        assert self._held <= len(self._ids)
-        assert self.epoch <= self.number
-
 
 def ids_untrusted(data: bytes | bytearray, *, vocab_size: int) -> tuple[int, ...]:
     """Decode token ids. Raises ``ProtocolError``: they are not in the vocabulary."""

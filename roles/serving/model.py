@@ -348,9 +348,3 @@ class Decoding:
         if judged:
             stats.judged += min(accepted + 1, tried)
             stats.right += accepted
-
-    def validate(self) -> None:
-        assert self.prompt_tokens <= len(self.ids) <= self._stop
-        assert self.ended or self.in_prompt or len(self.ids) < self._stop
-        assert self._stale <= len(self._passes) <= self.most_passes
-        assert self.ended or self._stale or not self.assumed or self._continues(self._passes[0][0])

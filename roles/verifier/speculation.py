@@ -168,15 +168,6 @@ class DraftLine:
             waits.append(max(due - now, SHORTEST_WAIT_S) + overdue)
         return waits
 
-    def validate(self, size: int) -> None:
-        assert self.size <= size
-        assert self._matched <= min(size, self._end)
-        assert self.depth <= self._reach
-        assert len(self.ahead) <= self._reach
-        assert not self.dead or not self.ahead
-        assert self.dead or not self.ahead or self._end == size + len(self.ahead)
-        assert self.epoch < len(self.sizes)
-
 
 RESTING_TOKENS = 32
 """A resting drafter gets the text, too, so many tokens at a time."""
@@ -313,7 +304,3 @@ class Speculation:
         self._rate = 0.9 * self._rate[0] + tokens, 0.9 * self._rate[1] + max(outcome.since_s, 1e-6)
         if self._line is not None:
             model.add_pass(outcome.drafts, tokens, min(step_s, outcome.since_s), step_s)
-
-    def validate(self) -> None:
-        if self._line is not None:
-            self._line.validate(len(self.decoding.ids))

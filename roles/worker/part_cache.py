@@ -83,11 +83,6 @@ class PartCache:
         self.parts: dict[str, Part] = {}
         self._reserved: dict[Hashable, int] = {}
 
-    def validate(self) -> None:
-        assert sum(part.bytes for part in self.parts.values()) + sum(self._reserved.values()) <= self.limit_bytes
-        assert len(self.parts) <= MAX_PARTS
-        assert all(part.wanted.keys() <= part.users for part in self.parts.values())
-
     @property
     def free_bytes(self) -> int:
         in_use = sum(part.bytes for part in self.parts.values() if part.users)

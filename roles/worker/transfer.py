@@ -81,13 +81,6 @@ class Transfer:
         wanted = self._wanted.get(key)
         return wanted is not None and key in self._landed and wanted in (b"", self._landed[key])
 
-    def validate(self) -> None:
-        under_way = [key for known in self._sources.values() for key in known.under_way if key in self._wanted]
-        queued = [*under_way, *self._waiting]
-        assert len(queued) == len(set(queued)), "a piece is asked for twice"
-        assert set(queued) == {key for key in self._wanted if not self.has(key)}, "a piece was forgotten"
-        assert all(len(known.under_way) <= WINDOW for known in self._sources.values())
-
     def want(self, key: Hashable, digest: bytes) -> None:
         if self._wanted.get(key) == digest:
             return

@@ -29,6 +29,7 @@ from roles.serving.worker_peer import ClientContext
 from roles.verifier.cost_model import BASELINE_STEPS, CostModel
 from roles.verifier.drafters import Drafters, TextDrafts
 from roles.verifier.speculation import Speculation
+from tests.invariants import check_invariants
 from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part
 from tests.run_one import run_one
 from wire.connection import Connection
@@ -382,7 +383,7 @@ async def write(
     ends: list[float] = []
     async for _ in text:
         ends.append(now())
-        decoding.validate()
-        core.validate()
+        check_invariants(decoding)
+        check_invariants(core)
     await text.close()
     return Written(list(decoding.tokens), ends, decoding.stats, drafts.facts())

@@ -27,6 +27,7 @@ from roles.worker.stage_links import send_forward
 from roles.worker.stage_requests import OpenRequest
 from roles.worker.stage_session import StageSession
 from roles.worker.stages import Stages
+from tests.invariants import check_invariants
 from tests.roles.stage_stand_in import WIDTH, StandIns
 from wire.chain_messages import ChainBroken, ForwardRequest, PartLoading, PartsHeld, Sampled, SampledBatch
 from wire.client import PendingCalls
@@ -91,7 +92,7 @@ class Stage:
         self._run.cancel()
         result = await asyncio.gather(self._run, return_exceptions=True)
         await self.server.close()
-        self.stages.cache.validate()
+        check_invariants(self.stages.cache)
         unexpected = [item for item in result if not isinstance(item, asyncio.CancelledError)]
         assert not unexpected, unexpected
 

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roles.pass_queue import PassQueue
+from tests.invariants import check_invariants
 
 ROOM = 100
 adds = st.tuples(st.integers(0, 7), st.integers(1, 150), st.booleans(), st.integers(0, 1))
@@ -47,7 +48,7 @@ def test_batches_are_bounded_and_first_come_first_served(actions: list[tuple[str
                 before = list(ready)[: list(ready).index(session)]
                 passed = [other for other in before if other not in taken and ready[other][1] == prefill]
                 assert prefill or all(ready[other][2] > priority for other in passed)
-        queue.validate()
+        check_invariants(queue)
         assert len(queue) == len(waiting)
 
 

@@ -11,6 +11,7 @@ from p2ptrain.core.errors import ProtocolError, Refused
 from p2ptrain.core.serving import PartSpec, Preempted
 from roles.worker.part_cache import IDLE_S, Part, PartCache
 from roles.worker.stage_session import StageSession
+from tests.invariants import check_invariants
 from tests.roles.stage_doubles import session_of
 from tests.roles.stage_stand_in import WIDTH, stand_in_config, stand_in_part
 from wire.chain_messages import ForwardRequest
@@ -117,7 +118,7 @@ def test_idle_parts_make_room_longest_idle_first() -> None:
     for name, idle_since in (("a", 5.0), ("b", 3.0), ("c", 4.0)):
         shelf.parts[name] = part_of(name, idle_since)
     shelf.parts["c"].users.add("client")
-    shelf.validate()
+    check_invariants(shelf)
     assert shelf.free_bytes == 2 * WEIGHTS + 100
     assert shelf.make_room(100, "x") == []
     assert [part.id for part in shelf.make_room(101, "x")] == ["b"]
@@ -146,7 +147,7 @@ def test_a_parts_memory_for_sessions_grows_and_stays_with_it() -> None:
     assert part.pool_positions == 128
     with pytest.raises(Refused, match="193 positions of sessions need"):
         shelf.use(part, "two", 193 - 64)
-    shelf.validate()
+    check_invariants(shelf)
     assert part.wanted == {"one": 64, "two": 1}
     shelf.grow(part, 192)
     shelf.leave(part, "one", 7.0)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roles.worker.transfer import GiveUp, RangeQuery, Transfer, most_frequent
+from tests.invariants import check_invariants
 
 
 def right(key: int) -> bytes:
@@ -41,7 +42,7 @@ class Play:
                 self.doubles += instruction.key in self.asked
                 self.asked.add(instruction.key)
                 self.under_way[instruction.source].append(instruction.key)
-        self.core.validate()
+        check_invariants(self.core)
 
     def deliver(self, name: str, *, wrong: bool = False) -> None:
         key = self.under_way[name].pop(0)

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
 from roles.serving.model import Decoding, ModelSession, PassResult
+from tests.invariants import check_invariants
 
 
 async def decode(
@@ -50,7 +51,7 @@ async def decode(
         result = await answers.popleft()
         assert result.took_s >= 0
         decoding.take_samples(result.tokens, result.took_s, 0.0)
-        decoding.validate()
+        check_invariants(decoding)
         assert list(decoding.tokens) == list(wanted[: len(decoding.tokens)])
     await asyncio.gather(*answers)
     return decoding

@@ -21,6 +21,7 @@ from roles.drafter.drafting import DraftedText, DraftInstruction, DraftSending, 
 from roles.serving.model import Decoding, PassRequest
 from roles.verifier.cost_model import CostModel, DrafterModel
 from roles.verifier.speculation import Speculation
+from tests.invariants import check_invariants
 from tests.roles.drafter_hosts import measured
 
 VOCAB = 7
@@ -123,8 +124,8 @@ class SpeculativeText(RuleBasedStateMachine):
                 self.waits = self.wait_s > 0
                 if not self.waits:
                     self.running.append(self.decoding.next_pass(drafts))
-        self.decoding.validate()
-        self.core.validate()
+        check_invariants(self.decoding)
+        check_invariants(self.core)
 
     def receive(self, epoch: int, position: int, tokens: tuple[int, ...]) -> None:
         with suppress(ProtocolError):
@@ -209,7 +210,7 @@ class SpeculativeText(RuleBasedStateMachine):
                     drafter.running = item
                 case DraftSending(epoch, position, tokens):
                     drafter.outbox.append(partial(self.receive, epoch, position, tokens))
-        drafter.core.validate()
+        check_invariants(drafter.core)
         if drafter.core.ready and not drafter.opened:
             drafter.opened = True
             drafter.outbox.appendleft(partial(self.begin_line, drafter.known))
