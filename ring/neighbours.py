@@ -188,7 +188,7 @@ class NeighbourLinks:
         self._verdict: asyncio.TimerHandle | None = None  # runs while a ``MemberLost`` may still come
         for neighbour in self.neighbours:
             for bulk in neighbour.bulks:
-                bulk.fence = view.generation
+                bulk.raise_fence(view.generation)
             for connection in neighbour.connections:
                 self._start(self._listen(neighbour, connection))
 

@@ -160,13 +160,8 @@ class Connection(asyncio.BufferedProtocol):
         rtt_s: float | None = self._transport.get_extra_info("rtt_s") if self._open else None
         return rtt_s
 
-    @property
-    def fence(self) -> int:
-        """Frames and posted buffers of a generation in ``range(1, fence)`` are dropped. It only grows."""
-        return self._incoming.decoder.fence
-
-    @fence.setter
-    def fence(self, generation: int) -> None:
+    def raise_fence(self, generation: int) -> None:
+        """Drop frames and posted buffers of generations from 1 up to below this one, from now on."""
         self._incoming.decoder.raise_fence(generation)
         self._steer_reading()
 
@@ -267,8 +262,8 @@ class Connection(asyncio.BufferedProtocol):
         """Set the destination of the next bulk frame of (generation, stream). Posts are filled in order.
 
         ``done`` is called from the event loop, never within this call, when ``into`` is full. It is not called if the
-        connection ends before, or if ``fence`` passes ``generation``. A frame of another length closes the connection
-        with a ``ProtocolError``. Raises ``ConnectionLost``.
+        connection ends before, or if ``raise_fence`` passes ``generation``. A frame of another length closes the
+        connection with a ``ProtocolError``. Raises ``ConnectionLost``.
         """
         self._check_open()
         try:

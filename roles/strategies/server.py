@@ -149,7 +149,10 @@ class ContributionCombiner:
                 if rule in ("", "mean"):  # other rules withstand any vector
                     if vectors is self._vectors:
                         buffer[:] = vector
-                    self._check(contribution)
+                    own = self._engine.partial_square_sum(0, buffer.size)
+                    if self.guard.refuses(own, lenient=self._session.view.lenient):
+                        why = "its gradient is not finite, or is an outlier"
+                        raise member_error(self._session, contribution.rank, why, "contribution")
         if vectors is self._vectors and not rule:
             np.add.reduce(vectors, axis=0, out=buffer)
             buffer /= np.float32(count)
@@ -159,7 +162,11 @@ class ContributionCombiner:
                 self._profile.robust, [vectors], buffer, scalars, self._center, measured=measured
             )
             self.scores = scores_of(found, [contribution.rank for contribution in chosen])
-        return self._version(chosen)
+        counts = [0] * self._session.size
+        for contribution in chosen:
+            counts[contribution.rank] = self._profile.batch.micro_batches // self._profile.server.buffer
+        digest, square_sum = digest_of(buffer.view(np.uint8).data), self._engine.partial_square_sum(0, buffer.size)
+        return Version(digest, square_sum, struct.pack(f"!{len(counts)}I", *counts), packed(chosen))
 
     def _decode(self, contribution: Accepted, vector: npt.NDArray[Any], count: int) -> None:
         """Put a contribution, as if it were of all micro-batches, into ``vector``."""
@@ -176,22 +183,6 @@ class ContributionCombiner:
             vector[codec_numel:] = slot[encoded_bytes:].view(vector.dtype)
         vector[:-scalars] *= np.float32(count * contribution.weight)
         vector[-scalars:] *= np.float32(count)
-
-    def _check(self, contribution: Accepted) -> None:
-        """Check the contribution in the reduce buffer."""
-        own = self._engine.partial_square_sum(0, self._engine.reduce_buffer.size)
-        if self.guard.refuses(own, lenient=self._session.view.lenient):
-            raise member_error(
-                self._session, contribution.rank, "its gradient is not finite, or is an outlier", "contribution"
-            )
-
-    def _version(self, chosen: Sequence[Accepted]) -> Version:
-        buffer, counts = self._engine.reduce_buffer, [0] * self._session.size
-        for contribution in chosen:
-            counts[contribution.rank] = self._profile.batch.micro_batches // self._profile.server.buffer
-        digest = digest_of(buffer.view(np.uint8).data)
-        square_sum = self._engine.partial_square_sum(0, buffer.size)
-        return Version(digest, square_sum, struct.pack(f"!{len(counts)}I", *counts), packed(chosen))
 
 
 @dataclass(slots=True)
@@ -424,12 +415,6 @@ class VersionWorker:
 
         ``applied``, ``lineage``: of the version that this worker holds.
         """
-        try:
-            return await self._exchange(applied, lineage)
-        except PeerError as problem:
-            raise member_error(self._session, 0, problem.message, cause_of(problem)) from problem
-
-    async def _exchange(self, applied: int, lineage: str) -> PullReply:
         messages, record = self._messages, self._record
         request, outgoing = PullRequest(False, applied, lineage), list[tuple[int, Bytes]]()
         if self._number is not None:
@@ -440,12 +425,15 @@ class VersionWorker:
         outgoing.insert(0, (PULL, np.frombuffer(request.encode(), np.uint8)))
         answer = np.empty(REPLY_BYTES, np.uint8)
         sends = [messages.send(array, 0, tag, timeout_s=EXCHANGE_S) for tag, array in outgoing]
-        await asyncio.gather(messages.receive(answer, 0, REPLY, timeout_s=EXCHANGE_S), *sends)
-        reply = PullReply.decode_untrusted(answer.tobytes())
-        if not reply.has_state and (reply.version, reply.lineage) != (applied, lineage):
-            raise ProtocolError("it named another version, and sent no state")
-        if reply.has_state:
-            await self._pull(reply)
+        try:
+            await asyncio.gather(messages.receive(answer, 0, REPLY, timeout_s=EXCHANGE_S), *sends)
+            reply = PullReply.decode_untrusted(answer.tobytes())
+            if not reply.has_state and (reply.version, reply.lineage) != (applied, lineage):
+                raise ProtocolError("it named another version, and sent no state")
+            if reply.has_state:
+                await self._pull(reply)
+        except PeerError as problem:
+            raise member_error(self._session, 0, problem.message, cause_of(problem)) from problem
         self._number = None if reply.over else reply.number
         record.refused += reply.status is ContributionStatus.REFUSED
         record.accepted[reply.staleness] += reply.status is ContributionStatus.ACCEPTED

@@ -206,9 +206,9 @@ async def test_the_fence_drops_what_is_old_and_frees_what_waits(network: Network
         old, old_done = posted(far, 5, generation=1, stream=3)
         near.send_bulk(memoryview(noise(MIB)), generation=1, stream=0)
         assert isinstance(await failure(far.receive(timeout_s=0.1)), DeadlineExceeded)
-        far.fence = 2
-        far.fence = 1
-        assert far.fence == 2
+        far.raise_fence(2)
+        far.raise_fence(1)
+        assert far._incoming.decoder.fence == 2
         near.send_bulk(memoryview(b"stale"), generation=1, stream=3)
         near.send(Leave("stale"), generation=1)
         near.send(Leave("fresh"), generation=2)
@@ -269,7 +269,7 @@ async def test_nothing_works_on_a_closed_connection(network: Network) -> None:
             near.send_bulk(memoryview(b"x"), generation=1, stream=0)
         with pytest.raises(ConnectionLost):
             posted(near, 1)
-        near.fence = 4
+        near.raise_fence(4)
         near.allow_large()
         near.abort()
 
