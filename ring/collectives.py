@@ -121,10 +121,7 @@ class Schedule:
         return self._receives[self._posted - 1]
 
     def received(self) -> int:
-        """Count the oldest posted sub-chunk as handled (added or stored). Returns its index. Raises ``ValueError`` if
-        none is posted."""
-        if self._handled == self._posted:
-            raise ValueError(f"a sub-chunk arrived, all of {self._posted} posted are handled")
+        """Count the oldest posted sub-chunk as handled (added or stored). Returns its index."""
         self._handled += 1
         return self._handled - 1
 

@@ -13,16 +13,8 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 _STORAGE: dict[str, np.dtype[Any]] = {
-    "float64": np.dtype(np.float64),
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(np.uint16),
-    "int64": np.dtype(np.int64),
-    "int32": np.dtype(np.int32),
-    "int16": np.dtype(np.int16),
-    "int8": np.dtype(np.int8),
-    "uint8": np.dtype(np.uint8),
-    "bool": np.dtype(np.bool_),
+    name: np.dtype("uint16" if name == "bfloat16" else name)
+    for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 }
 REDUCTIONS: dict[str, np.ufunc] = {
     "sum": np.add,

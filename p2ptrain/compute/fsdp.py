@@ -140,12 +140,6 @@ class RowAssembly(PartAssembly):
         own = shard_rows(len(tensor), self._shard.index, self._shard.count)
         self.rows[place] = tensor[own.start : own.stop].clone()  # the rest is freed
 
-    def build_module(self) -> nn.Module:
-        """The model in training mode, with its parameters on the meta device."""
-        module = self.build_model().module
-        module.config.use_cache = False
-        return cast(nn.Module, module.train())
-
 
 def assemble_rows(config: PretrainedConfig, shard: ShardSpec, directory: Path | None, seed: int) -> RowAssembly:
     """Read or draw this member's rows of the weights that ``build_model`` gives the model. Only one of its modules, or

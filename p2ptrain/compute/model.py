@@ -305,6 +305,7 @@ class LstmForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
 
     config_class = LstmConfig
     _tied_weights_keys = {"head.weight": "embedding.weight"}  # noqa: RUF012 - as transformers declares it
+    _input_embed_layer = "embedding"
     _is_stateful = True  # ``generate`` refuses what would take tokens back
 
     def __init__(self, config: LstmConfig) -> None:
@@ -318,12 +319,6 @@ class LstmForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embedding
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.embedding = value
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head

@@ -210,7 +210,8 @@ class ModelRecipe:
         with self.arithmetic():  # kernel threads start here and inherit that denormals are flushed
             if self.shard is not None:
                 assembly = assemble_rows(self.config, self.shard, self.base, self.spec.seed)
-                module = assembly.build_module()
+                module = assembly.build_model().module.train()  # with its parameters on the meta device
+                module.config.use_cache = False
                 self._checkpoint_activations(module)
                 bf16, device = self.spec.precision.startswith("bf16"), self.device.torch_device
                 return BuiltPart(ShardedModel(assembly, module, self.shard, device, bf16=bf16), None, None)

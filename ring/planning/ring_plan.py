@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations
 
+from p2ptrain.core.texts import human_duration
 from ring.planning.measurements import (
     Edges,
     LinkQuality,
@@ -268,9 +269,5 @@ def choose_codec(
     limit_s = max(compute_s, NEARLY_BEST * min(needed_s.values()))
     codec = next(name for name, each_s in needed_s.items() if each_s <= limit_s)
     rate = f"{slowest.bandwidth_bps / 1e6:,.{0 if slowest.bandwidth_bps >= 1e7 else 2}f} Mbit/s"
-    text = f"{codec} takes {_time(needed_s[codec])} at {rate}, computing takes {_time(compute_s)}"
+    text = f"{codec} takes {human_duration(needed_s[codec])} at {rate}, computing takes {human_duration(compute_s)}"
     return codec, f"codec {codec}: {text}"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
