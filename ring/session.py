@@ -147,15 +147,13 @@ class RingSession:
             whole: of the leaders' ring: the view whose leaders they are.
 
         Raises:
-            ValueError: this peer is no member.
             Refused: the right neighbour is in a newer view.
             NeighbourAway: the right neighbour was not reached within ``ring.links.DIAL_PART`` of ``timeout_s``, or the
                 left one did not come in time, or a neighbour broke the protocol.
             ConnectionLost: a member went away meanwhile.
         """
         rank, now = view.rank_of(me.peer_id), me.world.clock.now
-        if rank is None:
-            raise ValueError(f"{me.peer_id} is not a member of generation {view.generation}")
+        assert rank is not None, "views are for their members"
         me.inbound.expect(view.job, view.generation)
         if view.size == 1:
             return cls(world=me.world, view=view, rank=0, left=None, right=None)

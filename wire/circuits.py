@@ -100,7 +100,10 @@ class CircuitNetwork:
         """The peers to which this end has dialled a circuit that is open, and the way of the newest one to each, as
         ``Heartbeat.ways``."""
         opened = [end for end in self._dialled if _is_open(end)][-MOST_WAYS:]
-        return {end.circuit.answerer: end.way_text for end in opened}
+        return {
+            end.circuit.answerer: end.facts["way"] + f" by {end.circuit.relay}" * (end.facts["way"] == RELAYED)
+            for end in opened
+        }
 
     async def connect(self, host: str, port: int, factory: ProtocolFactory, *, timeout_s: float) -> None:
         """Dial ``host:port``; a ``peer_host`` by a circuit. Raises as the inner network."""
@@ -332,11 +335,6 @@ class _CircuitTransport:
     transport: asyncio.Transport
     circuit: Circuit
     facts: dict[str, Any]
-
-    @property
-    def way_text(self) -> str:
-        way: str = self.facts["way"]
-        return f"{RELAYED} by {self.circuit.relay}" if way == RELAYED else way
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return self.facts[name] if name in self.facts else self.transport.get_extra_info(name, default)

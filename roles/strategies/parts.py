@@ -39,6 +39,7 @@ class PartRings:
 
     def __init__(self, engine: Engine, tied_gradient: TiedGradient = lambda: None) -> None:
         self._engine, self._tied_gradient = engine, tied_gradient
+        self.sums_tied = tied_gradient() is not None
         self._session: RingSession | None = None  # of all members
         self._pair: RingSession | None = None
         self.loss = math.nan
@@ -47,15 +48,11 @@ class PartRings:
         """Form the rings of a view, and return that of this member's part. Raises as ``ConnectPeers``."""
         self._session, self._pair, view = session, None, session.view
         ring = await connect.ring(view.stage_ring(session.rank))
-        if self._tied_gradient() is not None:
+        if self.sums_tied:
             replica = view.replica(session.rank)
             ends = replace(replica[0], first=0, count=0), replace(replica[-1], first=0, count=0)
             self._pair = await connect.ring(replace(view, members=ends, stages=1), Topology.PAIR)
         return ring
-
-    @property
-    def sums_tied(self) -> bool:
-        return self._tied_gradient() is not None
 
     async def sum_tied(self, *, patience_s: float) -> None:
         """Sum the gradient of the weight that the first and the last stage share. Raises as ``RingSession.submit``."""

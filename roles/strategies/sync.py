@@ -21,14 +21,11 @@ from roles.compute_thread import ComputeThread
 from roles.engine import Engine
 from roles.strategies.interface import Bounds, Exchange, Progress, RingPiece, Work
 
-PLAIN = "fp32"
-"""The codec that changes nothing."""
-
 
 def codec_of(session: RingSession, plugins: Plugins) -> Codec | None:
     """Return the codec of the session's view; None for plain gradients. Raises as ``codec_named``."""
     name = session.view.codec
-    return None if name == PLAIN else codec_named(name, plugins.settings_of(name))
+    return None if name == "fp32" else codec_named(name, plugins.settings_of(name))
 
 
 class MicroBatches(Work):
