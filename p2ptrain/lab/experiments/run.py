@@ -176,7 +176,7 @@ class FollowedJob(JobObserver):
         super().__init__(job, on_step=self._show_step)
         self.trouble = ""
         self.memory_bytes, self.refused, self.sent_bytes = 0, dict[str, int](), {0: 0}
-        self._show = show
+        self._show, self._unsaved = show, dict[str, str]()
         self._workers = set[str]()  # of the job
         self._active = set[str]()  # those that were seen at work
         self._sent_by = dict[str, int]()
@@ -223,6 +223,7 @@ class FollowedJob(JobObserver):
 
     def take(self, record: Record) -> None:
         super().take(record)
+        info, peers = self.info, self.peers
         match record:
             case JobInfo() if record.id == self.job:
                 self._workers.update(record.members)
@@ -230,8 +231,14 @@ class FollowedJob(JobObserver):
                     self._show(self.description)
             case EventInfo() if record.job == self.job and record.kind == "member-failed":
                 self.trouble = self.trouble or record.text
+            case EventInfo() if record.job == self.job and record.kind == "checkpoint-failed":
+                self._unsaved[record.peer] = record.text
             case PeerInfo():
                 self._take_peer(record)
+        if info is not None and info.state == "saving":
+            there = [peer_id for peer_id in self._workers & peers.keys() if peers[peer_id].state not in ABSENT_STATES]
+            if there and all(f"step {info.step}:" in self._unsaved.get(peer, "") for peer in there):
+                self.trouble = self.trouble or self._unsaved[there[0]]  # each has tried to save the result
 
     def _take_peer(self, peer: PeerInfo) -> None:
         if peer.job == self.job:
