@@ -68,14 +68,14 @@ class ForwardRequest(Declared):
 
     session: str
     epoch: int
-    number: int
-    keep: int
-    count: int
+    number: Count
+    keep: Positions
+    count: Annotated[int, Bound(1, MAX_REQUEST_POSITIONS)]
     encoding: str
     last: int
-    samples: int
-    sample_index: int
-    spent_us: list[int] = field(default_factory=list)
+    samples: Annotated[int, Bound(0, MAX_REQUEST_POSITIONS)]
+    sample_index: Positions
+    spent_us: Annotated[list[Count], Bound(0, MAX_STAGES)] = field(default_factory=list)
     prefill: bool = False
     targets: Annotated[bytes, Bound(0, 4 * MAX_REQUEST_POSITIONS)] = b""
     block_hashes: Annotated[bytes, Bound(0, HASH_BYTES * (MAX_REQUEST_POSITIONS // BLOCK_POSITIONS + 1))] = b""

@@ -37,7 +37,6 @@ from p2ptrain.compute.picking import Picker
 from p2ptrain.compute.quantized import choose_weights, quantize_linears
 from p2ptrain.compute.served_adapters import ServedAdapters, own_hashes
 from p2ptrain.compute.split_check import check_splits
-from p2ptrain.core.activations import IDS, activation_bytes
 from p2ptrain.core.adapters import file_of, is_adapter, read_adapter
 from p2ptrain.core.errors import ConfigError, JobFailed, P2PTrainError, ProtocolError, UserError
 from p2ptrain.core.serving import BLOCK_POSITIONS, PartSpec, Pass, Ran, Sampling, blocks_of, check_positions
@@ -305,8 +304,8 @@ class ServedPart:
         adapter: str = "",
         order: float = 0.0,
     ) -> int:
-        """See ``StageEngine``. Raises ``UserError``: the model's context, or the reserved memory, is shorter,
-        ``sampling`` is invalid, or the session exists already."""
+        """See ``StageEngine``. Raises ``UserError``: the model's context, or the reserved memory, is shorter, or the
+        session exists already."""
         if session in self._sessions:
             raise UserError(f"this part already has a session {session[:64]!r}", remedy="close it, or use another name")
         check_positions(positions, self.context)
@@ -357,7 +356,6 @@ class ServedPart:
         if session is None:
             raise ProtocolError(f"there is no session {name[:64]!r} on this part")
         self._check_request(name, session, work)
-        activation_bytes(work.out_encoding, 0, self.width)
         x, stop = self._input(work).to(self._compute_device.torch_device), work.keep + work.count
         for new in self._tables.extend(name, work.keep, stop):
             self._memory.begin(new.block, new.source, new.count)
@@ -469,34 +467,24 @@ class ServedPart:
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
     def _check_request(self, name: str, session: _Session, work: Pass) -> None:
-        keep, count, samples, table = work.keep, work.count, work.samples, self._tables[name]
+        """What the session, and the model, decide. The caller has checked the rest."""
+        keep, count, targets, table = work.keep, work.count, work.targets, self._tables[name]
         most, length = table.positions, table.length
         if not 0 <= keep <= length and not (table.was_preempted and keep > 0):
             raise ProtocolError(f"cannot keep {keep} positions: the session has {length}")
-        if count < 1 or keep + count > most:
+        if keep + count > most:
             raise ProtocolError(f"cannot add {count} positions to {keep}: the session was opened for {most}")
-        targets = work.targets
-        if (samples or targets) and session.picker is None:
-            raise ProtocolError("only the last stage samples and scores tokens")
-        if not 0 <= samples <= count or len(targets) > count:
-            raise ProtocolError(f"cannot sample {samples} tokens and score {len(targets)} at {count} positions")
         if work.scored:
             if targets and not 0 <= min(targets) <= max(targets) < self.vocab_size:
                 raise ProtocolError(f"targets from {min(targets)} to {max(targets)}, of {self.vocab_size} token ids")
             what, remedy = f"scoring {work.scored} tokens of {self.vocab_size}", "score fewer tokens in a pass"
             check_memory(12 * work.scored * self.vocab_size, self._compute_device, what, remedy)
-        if session.picker is not None and samples:
+        if session.picker is not None and work.samples:
             session.picker.check_untrusted(work, self.vocab_size)
-        if len(work.block_hashes) > (keep + count) // BLOCK_POSITIONS:
-            raise ProtocolError(f"{len(work.block_hashes)} block hashes at {keep + count} positions")
-        if not 0 <= work.sample_index <= most:  # one sample per position; skipping ahead takes time
-            raise ProtocolError(f"sample index {work.sample_index} is out of range in a session of {most} positions")
 
     def _input(self, work: Pass) -> Tensor:
         if not self._model.part.first:
             return decode_untrusted(work.payload, work.encoding, work.count, self.width, DTYPES[self.encoding])
-        if work.encoding != IDS:
-            raise ProtocolError(f"the first stage takes token ids ({IDS}), not {work.encoding[:32]!r}")
         return ids_untrusted(work.payload, work.count, self.vocab_size)
 
 

@@ -30,7 +30,7 @@ other batches, so a token may differ where rounding decides between two (``compu
 
 If a stage dropped the session's positions for older sessions, the session is mended, and the stage answers the resume
 when it has room. If it reports another failure of its own, the session ends. If a stage cannot reach the next one, the
-next stage's peer is replaced; the second time its own peer is. Too many setbacks without an answer end the session. If
+next stage's peer is replaced; the second time its own peer is. More than ``MOST_SETBACKS`` end the session. If
 no stage is lost and an answer is overdue, the epoch is raised. A stage that hangs does not answer the resume that
 follows, and is replaced. More than ``MOST_STALLS`` overdue answers in a row end the session.
 """
@@ -55,8 +55,9 @@ ANSWER_S, POSITION_S = 120.0, 0.2
 """Deadline of an answer, and what each position ahead of it adds (long prompts of a large model on slow processors).
 Lost peers are detected by a closed connection or by silence instead."""
 MOST_STALLS = 3
-MOST_PREEMPTIONS = 100
-"""Most times in a row, without an answered pass, that a stage may drop the session's positions for older sessions."""
+MOST_SETBACKS = 100
+"""Most failures of stages in a row, without an answered pass. That a stage drops the session's positions for older
+sessions is one, too."""
 
 # -------------------------------------------------------------------------------------------------------------- events
 
@@ -263,14 +264,6 @@ class _Stage:
     failures: int = 0
 
 
-@dataclass(slots=True)
-class _Failures:
-    """Since a pass was last answered."""
-
-    setbacks: int = 0
-    preemptions: int = 0
-
-
 class ChainSessionCore:
     """One session over a chain; see the module's docstring. The first event starts it.
 
@@ -301,8 +294,7 @@ class ChainSessionCore:
         self._last_ask = 0
         self._prompt: Sequence[int] | None = prompt  # None: the session has begun
         self._sent = HashedIds()  # as the first stage has them when it has computed all that was sent
-        self._failures = _Failures()
-        self._stalls = 0
+        self._setbacks = self._stalls = 0
 
     # ---------------------------------------------------------------------------------------------------- for callers
 
@@ -322,18 +314,13 @@ class ChainSessionCore:
         return self.awaited[0].due or None if self.awaited else None
 
     def handle(self, event: ChainEvent, now: float) -> list[ChainInstruction]:
-        """Process ``event``.
-
-        Raises:
-            ValueError: an invalid ``PassRequest``: no ids, too many, ``keep`` beyond the history that the passes
-                under way leave, or too many of these.
-        """
+        """Process ``event``. A ``PassRequest`` is as ``ModelSession.append`` allows it."""
         out: list[ChainInstruction] = []
         if self.phase is ChainPhase.ENDED:
             return out
         match event:
             case PassRequest():
-                self._submit(event)
+                self.passes.append(ForwardWork(event, len(self._stages) - 1))
             case SamplesArrived():
                 self._take_samples(event, now, out)
             case StageAssigned(index, seat):
@@ -363,17 +350,6 @@ class ChainSessionCore:
 
     # --------------------------------------------------------------------------------------------------------- events
 
-    def _submit(self, event: PassRequest) -> None:
-        if not 0 < len(event.ids) <= MAX_REQUEST_POSITIONS:
-            raise ValueError(f"a forward request has 1 to {MAX_REQUEST_POSITIONS} positions, not {len(event.ids)}")
-        rows, last = max(event.samples, len(event.targets)), self.passes[-1].work if self.passes else None
-        size = last.stop if last is not None else len(self.ids)
-        if not 0 <= event.keep <= size or not 0 <= rows <= len(event.ids):
-            raise ValueError(f"invalid pass: it keeps {event.keep} of {size} positions")
-        if len(self.passes) >= MOST_PASSES:
-            raise ValueError(f"{len(self.passes)} passes of this session are under way already")
-        self.passes.append(ForwardWork(event, len(self._stages) - 1))
-
     def _take_samples(self, event: SamplesArrived, now: float, out: list[ChainInstruction]) -> None:
         if event.epoch != self.epoch or not self.awaited:
             return
@@ -397,7 +373,7 @@ class ChainSessionCore:
             for stage in self._stages[: request.last + 1]:
                 stage.has = work.stop
             return
-        self._failures = _Failures()
+        self._setbacks = 0
         for stage in self._stages:
             stage.failures = 0
         self.passes.popleft()
@@ -440,10 +416,9 @@ class ChainSessionCore:
         if message.epoch != self.epoch or sender.seat < 0 or not sender.opened:
             return
         self._begin_mending(now)
-        if message.code == PREEMPTED and message.lost == event.sender and self._failures.preemptions < MOST_PREEMPTIONS:
-            self._failures.preemptions += 1  # it answers the resume when it has room for the positions again
-            return
         self._count_setback(f"stage {event.sender} reports: {message.reason}", message.remedy, out)
+        if message.lost == event.sender and message.code == PREEMPTED:
+            return  # it answers the resume when it has room for the positions again
         if message.lost == event.sender:
             self._fail(PeerError(message.reason, remedy=message.remedy), out)
         else:
@@ -497,11 +472,9 @@ class ChainSessionCore:
         self._give_up(index if stage.failures > 1 else index + 1, reason, now, out)
 
     def _count_setback(self, what: str, remedy: str, out: list[ChainInstruction]) -> None:
-        self._failures.setbacks += 1
-        if self._failures.setbacks > 8 + 3 * len(self._stages):
-            text = (
-                f"the split model failed {self._failures.setbacks} times without any progress; the last failure: {what}"
-            )
+        self._setbacks += 1
+        if self._setbacks > MOST_SETBACKS:
+            text = f"the split model failed {self._setbacks} times without any progress; the last failure: {what}"
             self._fail(PeerError(text, remedy=remedy), out)
 
     def _fail(self, error: P2PTrainError, out: list[ChainInstruction]) -> None:

@@ -131,7 +131,6 @@ class ChainSession:
 
         Raises:
             UserError: more positions than the session was opened for.
-            ValueError: ``keep`` is beyond the history, or there are too many ids, samples, or passes under way.
             NetworkError: a stage was lost and cannot be replaced.
         """
         if request.stop > self._opening["positions"]:

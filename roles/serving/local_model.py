@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -135,8 +134,8 @@ class LocalModel:
     # ------------------------------------------------------------------------------------------------- for its sessions
 
     def wait_with(self, session: LocalSession) -> None:
-        """Let the session's first pass wait for a batch."""
-        if session.passes:
+        """Let the session's pass, if it has one, wait for a batch."""
+        if session.waiting is not None:
             positions, prefill = session.next_turn()
             self._queue.add(session, positions, prefill=prefill, priority=session.priority)
             self._wake.set()
@@ -214,16 +213,10 @@ class LocalModel:
 
 @dataclass(eq=False, slots=True)
 class WaitingPass:
-    """A pass that is not answered yet.
-
-    Attributes:
-        is_begun: the session's ``ids`` have its positions. took_s: time of the batches that computed it so far.
-    """
+    """A pass that is not answered yet. ``took_s``: time of the batches that computed it so far."""
 
     request: PassRequest
-    sample_index: int
     answer: asyncio.Future[PassResult]
-    is_begun: bool = False
     took_s: float = 0.0
 
 
@@ -232,8 +225,9 @@ class LocalSession:
 
     Attributes:
         name: in the engine. positions, priority: as of ``ServedModel.open``.
-        passes: those that are not answered yet, in order.
-        ids: the history. computed: so many of its first positions are in the engine. cached: as of ``ModelSession``.
+        waiting: its pass, until that is answered.
+        ids: the history with the positions of this pass. computed: so many of its first positions are in the engine.
+        cached: as of ``ModelSession``.
         admitted: there is memory for its next pass. Until then its passes wait.
     """
 
@@ -242,7 +236,7 @@ class LocalSession:
     def __init__(self, model: LocalModel, name: str, positions: int, sample_from: int, priority: int) -> None:
         self.sample_from = sample_from
         self.name, self.positions, self.priority = name, positions, priority
-        self.passes: deque[WaitingPass] = deque()
+        self.waiting: WaitingPass | None = None
         self.ids: list[int] = []
         self.computed = self.cached = 0
         self.admitted = self.closed = False
@@ -253,14 +247,9 @@ class LocalSession:
     async def append(self, request: PassRequest) -> PassResult:
         if self._error is not None or self.closed:
             raise RuntimeError("the session is closed, or a pass has failed")
-        if not 0 < len(request.ids) <= MAX_REQUEST_POSITIONS:
-            raise ValueError(f"a pass has 1 to {MAX_REQUEST_POSITIONS} positions, not {len(request.ids)}")
-        size = self.passes[-1].request.stop if self.passes else len(self.ids)
-        if not 0 <= request.keep <= size:
-            raise ValueError(f"cannot keep {request.keep} positions: the session has {size}")
-        index = request.sample_index(self.sample_from)
-        waiting = WaitingPass(request, index, asyncio.get_running_loop().create_future())
-        self.passes.append(waiting)
+        self.waiting = waiting = WaitingPass(request, asyncio.get_running_loop().create_future())
+        self.ids[request.keep :] = request.ids
+        self.computed = min(self.computed, request.keep)
         self._model.wait_with(self)
         try:
             return await waiting.answer
@@ -284,7 +273,7 @@ class LocalSession:
     @property
     def needs_positions(self) -> int:
         """Memory that it will need soon: for its next pass, and for a block after it."""
-        stop = self.passes[0].request.stop if self.passes else self.computed
+        stop = self.computed if self.waiting is None else len(self.ids)
         soon = min(round_to_blocks(stop) + BLOCK_POSITIONS, round_to_blocks(self.positions))
         return soon - round_to_blocks(self.computed)
 
@@ -295,22 +284,17 @@ class LocalSession:
         self.computed = self.cached = cached
 
     def next_turn(self) -> tuple[int, bool]:
-        """Positions that are to be computed for the first of ``passes``, and whether they are of the prompt, or were
-        computed before."""
-        request = self.passes[0].request
-        start = min(self.computed, request.keep)
-        return request.stop - start, start < max(self.sample_from, request.keep)
+        """Positions that are to be computed for the waiting pass, and whether they are of the prompt, or were computed
+        before."""
+        assert self.waiting is not None
+        first = max(self.sample_from, self.waiting.request.keep)
+        return len(self.ids) - self.computed, self.computed < first
 
     def begin_pass(self, most_positions: int) -> Pass:
-        """The next positions of the first of ``passes``: all that are left, or ``most_positions`` of them if they give
-        no samples or scores."""
-        first = self.passes[0]
-        request = first.request
-        if not first.is_begun:
-            first.is_begun = True
-            del self.ids[request.keep :]
-            self.ids += request.ids
-            self.computed = min(self.computed, request.keep)
+        """The next positions of the waiting pass: all that are left, or ``most_positions`` of them if they give no
+        samples or scores."""
+        assert self.waiting is not None
+        request = self.waiting.request
         start, stop = self.computed, request.stop
         rows = max(request.samples, len(request.targets))
         if stop - start > most_positions and stop - rows > start:
@@ -325,7 +309,7 @@ class LocalSession:
         return replace(
             work,
             samples=request.samples,
-            sample_index=first.sample_index,
+            sample_index=request.sample_index(self.sample_from),
             targets=request.targets,
             tops=request.tops,
             history=encode_ids(self._sent.next_history()) if request.samples else b"",
@@ -339,13 +323,14 @@ class LocalSession:
         if isinstance(ran, P2PTrainError):
             self.fail(ran)
             return
-        first = self.passes[0]
-        first.took_s += took_s
+        waiting = self.waiting
+        assert waiting is not None
+        waiting.took_s += took_s
         self.computed = work.keep + work.count
-        if self.computed == first.request.stop:
-            self.passes.popleft()
-            if not first.answer.done():  # else its caller was cancelled just now
-                first.answer.set_result(PassResult(ran.tokens, first.took_s, scores=ran.scores, tops=ran.tops))
+        if self.computed == waiting.request.stop:
+            self.waiting = None
+            if not waiting.answer.done():  # else its caller was cancelled just now
+                waiting.answer.set_result(PassResult(ran.tokens, waiting.took_s, scores=ran.scores, tops=ran.tops))
 
     def restart(self) -> None:
         """The engine has dropped all positions: compute them again when there is room."""
@@ -353,10 +338,9 @@ class LocalSession:
 
     def fail(self, error: P2PTrainError) -> None:
         self._error = self._error or error
-        for waiting in self.passes:
-            if not waiting.answer.done():
-                waiting.answer.set_exception(error)
-        self.passes.clear()
+        if self.waiting is not None and not self.waiting.answer.done():
+            self.waiting.answer.set_exception(error)
+        self.waiting = None
         self._model.drop_turn(self)
 
 

@@ -86,8 +86,9 @@ class ModelSession(Protocol):
     def cached(self) -> int: ...
 
     async def append(self, request: PassRequest) -> PassResult:
-        """Compute a pass of up to ``MAX_REQUEST_POSITIONS`` token ids. It may be called again before the answer, for a
-        pass that continues or cuts the history that the first one leaves. Answers come in the order of the calls.
+        """Compute a pass of 1 to ``MAX_REQUEST_POSITIONS`` token ids. It may be called again before the answer, up to
+        ``most_passes`` times, for a pass that continues or cuts the history that the first one leaves. Answers come in
+        the order of the calls.
 
         After a cancelled or failed pass the session can only be closed.
 
@@ -217,8 +218,6 @@ class Decoding:
         tops: int | None = None,
         scores_prompt: bool = False,
     ) -> None:
-        if not ids or max_new_tokens < 1 - scores_prompt:
-            raise ValueError("a generation needs a prompt and at least one new token")
         self.ids = list(ids)
         self.prompt_tokens = len(ids)
         self.ended = ""
@@ -271,8 +270,7 @@ class Decoding:
         return self._stop - 1 - max(self._next, len(self.ids))
 
     def next_pass(self, drafts: Sequence[int] = (), *, chunk: int = MAX_REQUEST_POSITIONS) -> PassRequest:
-        """The next pass: ``chunk`` positions of the prompt at most; then the last token and ``drafts``, or only these.
-        Raises ``ValueError``: it has no positions."""
+        """The next pass: at most ``chunk`` positions of the prompt; later the last token and drafts, or only these."""
         start = self._next
         stop = start + chunk if self.in_prompt else len(self.ids)
         scores = self.in_prompt and self._scores_prompt and start < self.prompt_tokens - 1
@@ -280,8 +278,6 @@ class Decoding:
             # A score takes the memory of a row of logits. What follows the last position is sampled.
             stop = min(stop, start + SHARED_CHUNK, self.prompt_tokens - 1)
         ids = (*self.ids[start:stop], *drafts)
-        if not ids:
-            raise ValueError("the next pass needs drafts")
         samples = len(ids) if not self.in_prompt else int(start + len(ids) == self.prompt_tokens)
         targets = tuple(self.ids[start + 1 : stop + 1]) if scores else ()
         request = PassRequest(start, ids, samples, targets, self._tops if samples or scores else None)
@@ -289,16 +285,10 @@ class Decoding:
         return request
 
     def take_samples(self, samples: Sequence[int], took_s: float, now: float, busy_s: float = 0.0) -> PassOutcome:
-        """Take the samples of the oldest pass under way. ``busy_s``: 0: all of the time.
-
-        Raises:
-            ValueError: the samples are not as many as the pass has.
-        """
+        """Take the samples of the oldest pass under way. ``busy_s``: 0: all of the time."""
         busy_s = busy_s or took_s
-        asked, drafts = self._passes.popleft() if self._passes else (PassRequest(0, ()), 0)
+        asked, drafts = self._passes.popleft()
         rows = len(asked.ids)
-        if not rows or len(samples) != asked.samples:
-            raise ValueError(f"unexpected result of a pass: {len(samples)} sampled tokens")
         since_s, self.result_at = now - self.result_at, now
         if self.in_prompt:
             self._cached = asked.stop

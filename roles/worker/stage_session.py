@@ -41,7 +41,7 @@ def batch_sizes_untrusted(
     for work, session in zip(requests, sessions, strict=True):
         if session is not None:
             sizes.append(session.payload_bytes_untrusted(work))
-        elif (work.encoding == IDS) == bool(width) or not 0 < work.count <= MAX_REQUEST_POSITIONS:
+        elif (work.encoding == IDS) == bool(width):
             raise ProtocolError(f"an invalid request of session {work.session[:64]!r}, which is not open here")
         else:
             sizes.append(activation_bytes(work.encoding, work.count, width) + work.extra_bytes)
@@ -103,9 +103,7 @@ class StageSession:
 
     def payload_bytes_untrusted(self, work: ForwardRequest) -> int:
         """Check ``work`` and return its payload's size. Allocates nothing. Raises ``ProtocolError``."""
-        if not 0 < work.count <= MAX_REQUEST_POSITIONS:
-            raise ProtocolError(f"a request of {work.count} positions; 1 to {MAX_REQUEST_POSITIONS} are allowed")
-        if not 0 <= work.keep <= self.asked.positions - work.count:
+        if work.keep > self.asked.positions - work.count:
             text = (
                 f"a request of {work.count} positions after {work.keep}, but the session is for {self.asked.positions}"
             )
@@ -115,20 +113,19 @@ class StageSession:
                 f"stage {self.index} of {self.asked.stages} received a request that ends at stage {work.last}"
             )
         rows, (targets, rest) = work.count if work.last == self.asked.stages - 1 else 0, divmod(len(work.targets), 4)
-        if not 0 <= work.samples <= rows or targets > rows or rest:
+        if work.samples > rows or targets > rows or rest:
             raise ProtocolError(f"cannot sample {work.samples} tokens and score {targets} at {rows} positions")
         tops = scored_rows(targets, work.samples, work.tops) * (work.tops or 0)
         if (work.extra_bytes and not work.samples) or tops > MOST_TOPS:
             text = f"{work.extra_bytes} bytes of history and masks and {tops} likeliest tokens"
             raise ProtocolError(f"{text} with {targets} targets and {work.samples} samples")
-        if not (0 <= work.sample_index < 1 << 31 and 0 <= work.number < 1 << 53):
-            raise ProtocolError(f"invalid sample index {work.sample_index} or request number {work.number}")
         if len(work.block_hashes) % HASH_BYTES or len(work.block_hashes) > HASH_BYTES * (
             (work.keep + work.count) // BLOCK_POSITIONS
         ):
             raise ProtocolError(f"{len(work.block_hashes)} bytes of block hashes are not valid")
-        if len(work.spent_us) != self.index or any(not 0 <= each < 1 << 53 for each in work.spent_us):
-            raise ProtocolError(f"stage {self.index} needs {self.index} valid stage times, got {len(work.spent_us)}")
+        if len(work.spent_us) != self.index or work.sample_index > self.asked.positions:
+            text = f"{len(work.spent_us)} stage times at stage {self.index}, or an invalid sample index"
+            raise ProtocolError(f"{text} {work.sample_index}")
         if self.first and work.encoding != IDS:
             raise ProtocolError(f"the first stage takes token ids, not {work.encoding[:40]!r}")
         if not self.first and work.encoding != self.out_encoding(work):

@@ -379,15 +379,10 @@ async def test_invalid_sessions_and_passes_are_refused(scene: Scene) -> None:
             await open_session(chain, positions=10)
         for session in sessions:
             await session.close()
-        for request, kind in (
-            (PassRequest(8, (1, 2, 3), 1), UserError),
-            (PassRequest(1, (1,), 1), ValueError),
-            (PassRequest(0, (1,), 2), ValueError),
-        ):
-            session = await open_session(chain, positions=10)
-            with pytest.raises(kind):
-                await session.append(request)
-            await session.close()
+        session = await open_session(chain, positions=10)
+        with pytest.raises(UserError, match="11 positions are too many"):
+            await session.append(PassRequest(8, (1, 2, 3), 1))
+        await session.close()
         await chain.close()
         with pytest.raises(UserError, match="closed"):
             await open_session(chain, positions=10)

@@ -89,17 +89,17 @@ def test_a_stage_that_drops_positions_for_older_sessions_gets_them_again() -> No
     assert isinstance(send, ev.ForwardSend)
     core.handle(ev.SamplesArrived(1, send.number, (7,), (1, 1)), 0.0)
     core.handle(PassRequest(2, (7,), 1), 0.0)
-    for _ in range(ev.MOST_PREEMPTIONS):
+    for _ in range(ev.MOST_SETBACKS):
         asks = asks_of(core.handle(ev.StageBroken(1, ChainBroken("", core.epoch, 1, ev.PREEMPTED, "no room")), 1.0))
         assert [(item.kind, item.stage, item.keep) for item in asks] == [("resume", 1, 2), ("resume", 0, 2)]
         core.handle(ev.StageAnswered(1, asks[0].ask, 0), 1.0)
         (send,) = core.handle(ev.StageAnswered(0, asks[1].ask, 2), 1.0)
         assert isinstance(send, ev.ForwardSend)
         assert (send.work.keep, send.work.ids, send.last) == (0, (5, 6), 1)
-    for _ in range(20):
-        out = core.handle(ev.StageBroken(1, ChainBroken("", core.epoch, 1, ev.PREEMPTED, "no room")), 1.0)
+    *_, failed = core.handle(ev.StageBroken(1, ChainBroken("", core.epoch, 1, ev.PREEMPTED, "no room")), 1.0)
+    assert isinstance(failed, ev.SessionFailed)
+    assert "failed 101 times without any progress" in failed.error.message
     assert core.phase is ChainPhase.ENDED
-    assert not out
 
 
 def test_the_last_stage_gets_the_whole_history_again_after_a_break() -> None:
@@ -208,16 +208,10 @@ def test_passes_under_way_are_sent_at_once_and_answered_in_order() -> None:
     for keep, ids in ((0, (5, 6)), (2, (7,)), (1, (8,))):  # the last one cuts both off
         sent += forwarded(core.handle(PassRequest(keep, ids, 1), 0.0))
     assert [(keep, ids) for keep, ids, _ in sent] == [(0, (5, 6)), (2, (7,)), (1, (8,))]
-    with pytest.raises(ValueError, match="keeps 3 of 2"):
-        core.handle(PassRequest(3, (9,), 1), 0.0)
     for (_, _, number), token, ids in zip(sent, (1, 2, 3), ([5, 6], [5, 6, 7], [5, 8]), strict=True):
         (answer,) = core.handle(ev.SamplesArrived(1, number, (token,), (1,)), 0.0)
         assert isinstance(answer, PassResult)
         assert (answer.tokens, core.ids) == ((token,), ids)
-    for _ in range(ev.MOST_PASSES):
-        core.handle(PassRequest(0, (9,), 1), 0.0)
-    with pytest.raises(ValueError, match="under way already"):
-        core.handle(PassRequest(0, (9,), 1), 0.0)
 
 
 def test_passes_under_way_are_sent_again_after_what_the_first_of_them_keeps() -> None:

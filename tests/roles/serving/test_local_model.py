@@ -96,32 +96,24 @@ async def test_engine_that_does_not_batch_computes_one_text_after_another() -> N
     async with target_of(engine) as target:
         sessions = [await target.open(positions=60, sampling=GREEDY, sample_from=1) for _ in range(2)]
         await asyncio.gather(*(session.append(PassRequest(0, (1,), 1)) for session in sessions))
-        passes = [session.append(PassRequest(1, (1,), 1)) for session in sessions for _ in range(2)]
-        results = await asyncio.gather(*passes)
-        assert [list(batch.values()) for batch in batches[1:]] == [[1]] * 4
-        assert [result.took_s for result in results] == [pytest.approx(PASS_S)] * 4, "only its own time counts"
+        results = await asyncio.gather(*(session.append(PassRequest(1, (1,), 1)) for session in sessions))
+        assert [list(batch.values()) for batch in batches[1:]] == [[1]] * 2
+        assert [result.took_s for result in results] == [pytest.approx(PASS_S)] * 2, "only its own time counts"
 
 
 @pytest.mark.virtual_time
-async def test_passes_of_a_session_are_answered_in_order() -> None:
+async def test_wrong_drafts_are_cut_off() -> None:
     wanted = tokens_of(CONFIG, PROMPT, 6, GREEDY)
     async with target_of(engine_of()) as target:
         session = await target.open(positions=60, sampling=GREEDY, sample_from=len(PROMPT))
-        size, order = len(PROMPT), list[int]()
+        size = len(PROMPT)
         requests = [
             PassRequest(0, tuple(PROMPT), 1),
             PassRequest(size, (*wanted[:2], 3), 3),  # the last draft is wrong
             PassRequest(size + 2, (wanted[2], wanted[3]), 2),
             PassRequest(size + 3, (wanted[3], wanted[4]), 2),
         ]
-
-        async def ask(number: int) -> list[int]:
-            tokens = (await session.append(requests[number])).tokens
-            order.append(number)
-            return list(tokens)
-
-        tokens = await asyncio.gather(*map(ask, range(4)))
-        assert order == [0, 1, 2, 3]
+        tokens = [list((await session.append(request)).tokens) for request in requests]
         assert tokens == [wanted[:1], [*wanted[1:3], tokens[1][2]], wanted[3:5], wanted[4:6]]
         await session.close()
 
@@ -158,14 +150,14 @@ async def test_pass_that_is_cancelled_leaves_the_queue() -> None:
     engine = engine_of()
     async with target_of(engine) as target:
         one, other = [await target.open(positions=60, sampling=GREEDY, sample_from=1) for _ in range(2)]
-        tasks = [asyncio.create_task(session.append(PassRequest(0, (1,), 1))) for session in (one, other)]
+        running = asyncio.create_task(other.append(PassRequest(0, (1,), 1)))
         await asyncio.sleep(PASS_S / 5)
-        waiting = asyncio.create_task(one.append(PassRequest(1, (2,), 1)))
+        waiting = asyncio.create_task(one.append(PassRequest(0, (2,), 1)))
         await asyncio.sleep(PASS_S / 5)
         waiting.cancel()
-        assert (await tasks[1]).tokens
-        await asyncio.wait([waiting, *tasks])
-        assert engine.length(one.name) == 1
+        assert (await running).tokens
+        await asyncio.wait([waiting])
+        assert engine.length(one.name) == 0
         await one.close()
 
 
@@ -194,8 +186,6 @@ async def test_a_pass_that_fails_ends_its_session_and_no_other() -> None:
         one, other = [await target.open(positions=60, sampling=GREEDY, sample_from=1) for _ in range(2)]
         with pytest.raises(P2PTrainError, match="no room"):
             await one.append(PassRequest(0, (1, 2, 3), 1))
-        with pytest.raises(ValueError, match="cannot keep 7"):
-            await other.append(PassRequest(7, (1,), 1))
         assert (await other.append(PassRequest(0, (1,), 1))).tokens
         await one.close()
         third = await target.open(positions=60, sampling=GREEDY, sample_from=1)
