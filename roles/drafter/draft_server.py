@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from p2ptrain.core.activations import ID_BYTES, encode_ids
-from p2ptrain.core.errors import ConnectionLost, JobFailed, NetworkError, P2PTrainError, ProtocolError, Refused
+from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.texts import printable
 from p2ptrain.core.world import World
@@ -33,6 +33,7 @@ from roles.gauges import MovingAverage, Rate
 from roles.line import QUIET_S, Line
 from roles.serving.local_model import LocalModel, LocalSession
 from roles.serving.model import PassRequest
+from roles.serving.texts import report_defect
 from wire.connection import Connection, Received
 from wire.messages import Hello, Message, RefusalCode, Refuse, Request, Response
 from wire.text_messages import DraftOpen, DraftReady, Drafts, Serving, StreamClose, Verdict, encode_refusal
@@ -246,9 +247,7 @@ class DraftServer:
         except P2PTrainError as problem:
             self._give_up(session, problem)
         except Exception as mistake:  # a defect of this program must not end other sessions  # noqa: BLE001
-            context = {"message": "a session failed", "exception": mistake}
-            asyncio.get_running_loop().call_exception_handler(context)
-            self._give_up(session, JobFailed(f"{type(mistake).__name__}: {mistake}"))
+            self._give_up(session, report_defect(mistake))
 
     async def _compute(self, session: _Session, model: LocalSession, request: PassRequest) -> tuple[int, ...]:
         """Compute a pass. Returns its samples.

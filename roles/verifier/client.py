@@ -155,9 +155,7 @@ class RemoteText(Writing):
     def take_untrusted(
         self, message: wire.QuestionAccepted | wire.PieceWritten | wire.TextWritten | wire.StreamRefused
     ) -> None:
-        """Process a message. Raises ``ProtocolError``: no correct verifier sends it."""
-        if self.ended or self._error is not None:
-            raise ProtocolError(f"{type(message).__name__} arrived after the end of a text")
+        """Process a message of a text that goes on. Raises ``ProtocolError``: no correct verifier sends it."""
         match message:
             case wire.QuestionAccepted(prompt_tokens, left_out):
                 if self._began:

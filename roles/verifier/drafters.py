@@ -92,7 +92,7 @@ class DrafterLink:
 
     Attributes:
         at: address of the drafter. model: its averages. line: the connection; None: there is none.
-        is_connected: the drafter answers. not_before: time of the next dial.
+        is_connected: the drafter answers.
     """
 
     def __init__(self, drafters: Drafters, at: DrafterAddress) -> None:
@@ -100,7 +100,6 @@ class DrafterLink:
         self.model = DrafterModel()
         self.line: Line | None = None
         self.is_connected = False
-        self.not_before = 0.0
         self._drafters, self._context = drafters, drafters.context
         self._now = self._context.world.clock.now
         self._calls = PendingCalls()
@@ -120,9 +119,9 @@ class DrafterLink:
     # -------------------------------------------------------------------------------------------------------- its life
 
     async def run(self) -> None:
+        """Dial the drafter as long as it is listed."""
         wait_s = FIRST_WAIT_S
-        while True:
-            await asyncio.sleep(max(0.0, self.not_before - self._now()))
+        while self.at.peer_id in self._drafters.listed:
             began = self._now()
             try:
                 await self._receive()
@@ -133,7 +132,8 @@ class DrafterLink:
                 else:
                     lived = self._now() - began >= PING_S
                     wait_s = FIRST_WAIT_S if lived else min(2 * wait_s, MISBEHAVED_S)
-            self.not_before = self._now() + wait_s * self._context.world.random.uniform(1.0, 1.2)
+            await asyncio.sleep(wait_s * self._context.world.random.uniform(1.0, 1.2))
+        self._drafters.forget(self)
 
     async def _receive(self) -> None:
         """Connect, and receive until the connection ends. Raises ``P2PTrainError``: the reason."""
@@ -151,7 +151,6 @@ class DrafterLink:
             self._calls.fail_all(at.name)
             for session in list(self._sessions.values()):
                 self.lose(session)
-            self._drafters.on_change(self)
         raise line.connection.close_cause or problem
 
     async def _measure(self, line: Line) -> None:
@@ -168,7 +167,7 @@ class DrafterLink:
                     away = f"{1e3 * self.model.latency_s:.1f} ms away"
                     text = f"drafter {self.at.name} drafts with {self.at.model}, {away}"
                     self._notify("info", "drafter", text, about="there")
-                    self._drafters.on_change(self)
+                    self._drafters.open_sessions()
                 await asyncio.sleep(FIRST_WAIT_S if round_trip.count < 9 else PING_S)
         except NetworkError as problem:
             line.connection.abort(problem)
@@ -256,13 +255,15 @@ class Drafters:
 
     Args:
         vocab_size, tokenizer: of the verifier's model; the latter is a digest.
+
+    Attributes:
+        listed: peer ids of the drafters that the seed lists.
     """
 
     def __init__(self, context: ClientContext, vocab_size: int, tokenizer: str) -> None:
         self.context, self.vocab_size, self.tokenizer = context, vocab_size, tokenizer
         self._links: dict[str, DrafterLink] = {}  # by peer id
-        self._lives: dict[str, asyncio.Task[None]] = {}
-        self._listed: set[str] = set()
+        self.listed: set[str] = set()
         self._unfit = ""  # the peer with another tokenizer that was reported last
         self.texts: set[TextDrafts] = set()
         self._tasks = Background()
@@ -272,17 +273,12 @@ class Drafters:
         """Update the list of drafters from the seed. A connected drafter that is no longer listed is kept while it
         lives."""
         listed = {at.peer_id: at for at in list(drafters)[:MAX_DRAFTERS] if self._fits(at)}
-        self._listed = set(listed)
-        for peer_id, at in listed.items():
-            if self._closed:
-                return
-            link = self._links.get(peer_id)
-            if link is None:
+        self.listed = set(listed)
+        for peer_id, at in listed.items() if not self._closed else ():
+            if (link := self._links.get(peer_id)) is None:
                 link = self._links[peer_id] = DrafterLink(self, at)
-                self._lives[peer_id] = self._tasks.start(link.run(), f"drafter {at.name}")
+                self._tasks.start(link.run(), f"drafter {at.name}")
             link.at = at  # address of the next dial
-        for peer_id in self._links.keys() - listed.keys():
-            self._forget(self._links[peer_id])
 
     def connected_links(self) -> list[DrafterLink]:
         return [link for link in self._links.values() if link.is_connected]
@@ -307,20 +303,15 @@ class Drafters:
             self.context.notify("warning", "other-tokenizer", f"{text}; draft with a model of the same family")
         return False
 
-    def _forget(self, link: DrafterLink) -> None:
-        """Stop dialling a drafter that is neither connected nor listed. One that misbehaved is kept until its wait
-        ends, so that it cannot come back at once."""
-        if not link.is_connected and link.not_before <= self.context.world.clock.now():
-            self._links.pop(link.at.peer_id, None)
-            self._lives.pop(link.at.peer_id).cancel()
+    def forget(self, link: DrafterLink) -> None:
+        """A drafter is neither connected nor listed. One that misbehaved was kept until its wait ended, so that it
+        could not come back at once."""
+        del self._links[link.at.peer_id]
 
-    def on_change(self, link: DrafterLink) -> None:
-        """Sessions can be opened there now, or no longer can."""
-        if link.is_connected:
-            for text in list(self.texts):
-                text.open_session()
-        elif link.at.peer_id not in self._listed:
-            self._forget(link)
+    def open_sessions(self) -> None:
+        """A drafter can open sessions now."""
+        for text in list(self.texts):
+            text.open_session()
 
 
 class TextDrafts:

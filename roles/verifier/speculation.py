@@ -205,9 +205,6 @@ class Speculation:
 
         ``drafter``: averages of this drafter; its link writes the latency there.
         """
-        size = len(self.decoding.ids)
-        if not self.decoding.prompt_tokens <= known <= size:
-            raise ValueError(f"a drafter's session began with {known} of {size} tokens")
         self._line = DraftLine(known, self.opening_depth, drafter, now)
         self.right.append(0)
 
