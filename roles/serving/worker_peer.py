@@ -110,8 +110,7 @@ class WorkerPeer:
         self._context = context
         self._line = Line(connection, QUIET_S, beat_s=context.silence_s / 4)
         self._calls = PendingCalls()
-        self._on_bytes: OnBytes | None = None  # of the load under way
-        self._load_due = 0.0  # time by which it must make progress
+        self._loading: tuple[OnBytes, asyncio.Timeout] | None = None  # of the load under way; when it is too slow
         self.load_lock = asyncio.Lock()
         self._outgoing: list[tuple[ForwardRequest, memoryview]] = []
         self._tasks = Background()
@@ -158,20 +157,15 @@ class WorkerPeer:
             DeadlineExceeded: no progress for ``LOADING_QUIET_S``. Refused, ConnectionLost: as ``ask``.
         """
         assert self.load_lock.locked()
-        now = self._context.world.clock.now
-        self._on_bytes, self._load_due = on_bytes, now() + LOADING_QUIET_S
-        asked = asyncio.create_task(self.ask("part.load", params, timeout_s=24 * 3600.0), name="part.load")
         try:
-            while not asked.done():
-                await asyncio.wait([asked], timeout=max(0.0, self._load_due - now()))
-                if not asked.done() and now() >= self._load_due:
-                    text = f"{self.name} loads a part and made no progress for {LOADING_QUIET_S:.0f} s"
-                    raise DeadlineExceeded(text, remedy="check its disk and its connection to the model's sender")
-            return asked.result()
+            async with asyncio.timeout(LOADING_QUIET_S) as limit:
+                self._loading = on_bytes, limit
+                return await self.ask("part.load", params, timeout_s=24 * 3600.0)
+        except TimeoutError:
+            text = f"{self.name} loads a part and made no progress for {LOADING_QUIET_S:.0f} s"
+            raise DeadlineExceeded(text, remedy="check its disk and its connection to the model's sender") from None
         finally:
-            self._on_bytes = None
-            asked.cancel()
-            await asyncio.gather(asked, return_exceptions=True)
+            self._loading = None
 
     def send_forward(self, work: ForwardRequest, payload: bytes) -> None:
         """Send a forward request, in one message with those of other sessions in the same turn of the loop."""
@@ -222,9 +216,10 @@ class WorkerPeer:
             case ChainBroken():
                 self._notify(message)
             case PartLoading(done_bytes, total_bytes):
-                if self._on_bytes is not None:
-                    self._load_due = self._context.world.clock.now() + LOADING_QUIET_S
-                    self._on_bytes(done_bytes, total_bytes)
+                if self._loading is not None and not self._loading[1].expired():
+                    on_bytes, limit = self._loading
+                    limit.reschedule(asyncio.get_running_loop().time() + LOADING_QUIET_S)
+                    on_bytes(done_bytes, total_bytes)
             case Refuse():
                 raise Refused(message.code, f"{self.name}: {message.message}", remedy=message.remedy)
             case _:

@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -84,17 +83,6 @@ async def sending_model(context: ClientContext, source: ModelDirectory, worker: 
             with suppress(P2PTrainError, asyncio.CancelledError):  # the load reports what went wrong
                 await task
             connection.abort()
-
-
-@asynccontextmanager
-async def _receiver(context: ClientContext, model: ModelReference) -> AsyncIterator[ModelReceiver]:
-    if model.sender is None:
-        raise UserError(f"no peer offers {model.name}", remedy="give its directory")
-    connection = await context.dial(model.sender, "model", job=model.id)
-    async with _disk(context) as disk:
-        receiver = ModelReceiver(model.id, disk)
-        async with receiver.taking(connection, model.sender.name):
-            yield receiver
 
 
 @asynccontextmanager
@@ -178,7 +166,6 @@ class LoadedPart(Record):
     width: Count
     vocab_size: Annotated[int, Bound(1, 1 << 31)]
     weights_bytes: Count
-    cache_position_bytes: Count
     read_bytes: Count
     received_bytes: Count
     resident_bytes: Count
@@ -337,22 +324,16 @@ class WorkerPool:
         return ModelReference(model_id, name, config, sender=peer.worker, path=path)
 
     async def files(self, model: ModelReference, names: Sequence[str]) -> dict[str, bytes]:
-        """Read files that come with a model, such as its tokenizer's. Missing files are left out. Raises
-        ``NetworkError``, ``PeerError``: the sender fails. ``StorageError``: they cannot be read here."""
-        found: dict[str, bytes] = {}
-        if model.source is not None:
-            records = {record.name: record for record in model.source.records if record.dtype == FILE}
-            async with _disk(self.context) as disk:
-                for name in records.keys() & set(names):
-                    read = partial(model.source.read, name, 0, records[name].size_bytes)
-                    found[name] = bytes(await disk.submit(read))
-            return found
-        async with _receiver(self.context, model) as receiver:
-            table = await receiver.table(model.config)
-            wanted = [table[name] for name in names if name in table and table[name].dtype == FILE]
-            async for record, data in receiver.tensors(wanted):
-                found[record.name] = bytes(data)
-        return found
+        """Fetch files that come with a worker's model, such as its tokenizer's. Missing files are left out. Raises
+        ``NetworkError``, ``PeerError``: the sender fails."""
+        assert model.sender is not None, "the other models are in a directory of this machine"
+        connection = await self.context.dial(model.sender, "model", job=model.id)
+        async with _disk(self.context) as disk:
+            receiver = ModelReceiver(model.id, disk)
+            async with receiver.taking(connection, model.sender.name):
+                table = await receiver.table(model.config)
+                wanted = [table[name] for name in names if name in table and table[name].dtype == FILE]
+                return {record.name: bytes(data) async for record, data in receiver.tensors(wanted)}
 
     async def close(self) -> None:
         """Disconnect all workers. Their parts stay loaded. Never raises."""

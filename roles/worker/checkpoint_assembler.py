@@ -205,9 +205,7 @@ class CheckpointAssembler:
             for start, stop in _ranges(size_bytes):
                 data = bytearray(stop - start)
                 receiver.want((name, start), TransferPiece(name, start, stop, memoryview(data)))
-                receiver.offers(source)
-                await receiver.until(lambda start=start: receiver.has((name, start)))  # type: ignore[misc]
-                receiver.forget((name, start))
+                await receiver.fetch([(name, start)])
                 yield data
 
         return _StageFiles(meta, files, pieces, member.name)

@@ -82,7 +82,6 @@ async def give(
     model: ModelDirectory,
     disk: Thread,
     *,
-    silence_s: float = QUIET_S,
     is_open: Callable[[], bool] = lambda: True,
 ) -> int:
     """Answer one receiver until it closes. Returns the bytes of tensors sent.
@@ -95,7 +94,7 @@ async def give(
         ProtocolError: the receiver sent an invalid request.
         DeadlineExceeded: it was silent for too long, or accepts no bytes.
     """
-    line, sent_bytes = Line(connection, silence_s), 0
+    line, sent_bytes = Line(connection), 0
 
     async def read(asked: RangeRequest) -> bytearray:
         return await disk.submit(partial(model.read, asked.name, asked.start, asked.stop))
@@ -150,7 +149,7 @@ class ModelReceiver:
 
     def _source(self, connection: Connection, sender: str) -> tuple[PieceSource, Callable[[Message], None]]:
         self._loads += 1
-        source = PieceSource(f"{sender} {self._loads}", sender, Line(connection, QUIET_S))
+        source = PieceSource(f"{sender} {self._loads}", sender, Line(connection))
 
         def heard(message: Message) -> None:
             asked, page = self._page or (None, None)
@@ -224,7 +223,7 @@ class ModelReceiver:
             ResourceError: no memory for a tensor.
         """
         self._loads += 1
-        load, receiver = self._loads, self._receiver
+        load = self._loads
         ahead: deque[tuple[TensorRecord, bytearray, list[tuple[int, str, int]]]] = deque()
         rest, asked_bytes = deque(records), 0
         try:
@@ -233,22 +232,18 @@ class ModelReceiver:
                     record = rest.popleft()
                     ahead.append((record, *self._wanted(load, record)))
                     asked_bytes += record.size_bytes
-                for source in list(receiver.sources.values()):
-                    receiver.offers(source)
                 record, data, keys = ahead[0]
                 try:
-                    await receiver.until(lambda keys=keys: all(map(receiver.has, keys)))  # type: ignore[misc]
+                    await self._receiver.fetch(keys)
                 except NetworkError:
                     raise self._refusal() from None
-                for key in keys:
-                    receiver.forget(key)
                 ahead.popleft()
                 asked_bytes -= record.size_bytes
                 yield record, data
         finally:
             for _, _, keys in ahead:
                 for key in keys:
-                    receiver.forget(key)
+                    self._receiver.forget(key)
 
     def _wanted(self, load: int, record: TensorRecord) -> tuple[bytearray, list[tuple[int, str, int]]]:
         try:

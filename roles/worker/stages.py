@@ -85,11 +85,10 @@ class Holding:
 
 @dataclass(eq=False)
 class _Client(StageClient):
-    """A client and the parts it holds. It loads and measures one at a time."""
+    """A client and the parts it holds. It loads one at a time."""
 
     parts: set[Part] = field(default_factory=set)
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)
-    measuring: asyncio.Lock = field(default_factory=asyncio.Lock)
     answers: Background = field(default_factory=Background)
 
 
@@ -216,7 +215,7 @@ class Stages:
             case LoadRequest() as request:
                 return await self._load(client, request)
             case MeasureRequest() as request:
-                return await self._measure(client, request)
+                return await self._measure(request)
             case FreeRequest(part):
                 await self._free(client, part)
             case ModelRequest(path):
@@ -253,11 +252,10 @@ class Stages:
             ],
         }
 
-    async def _measure(self, client: _Client, request: MeasureRequest) -> dict[str, Any]:
+    async def _measure(self, request: MeasureRequest) -> dict[str, Any]:
         try:
-            async with client.measuring:
-                measure = partial(self._holding.measure, request.config, request.dtype, request.weights)
-                return await self._context.compute.run(measure)
+            measure = partial(self._holding.measure, request.config, request.dtype, request.weights)
+            return await self._context.compute.run(measure)
         except ConfigError as problem:  # the model's fault, and not this worker's
             raise Refused("bad-spec", problem.message, remedy=problem.remedy) from problem
 
@@ -284,7 +282,6 @@ class Stages:
             "vocab_size": engine.vocab_size,
             "encoding": engine.encoding,
             "weights_bytes": engine.weights_bytes,
-            "cache_position_bytes": engine.cache_position_bytes,
             "read_bytes": read_bytes,
             "received_bytes": received_bytes,
             "resident_bytes": psutil.Process(os.getpid()).memory_info().rss,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Hashable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Hashable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -274,6 +274,14 @@ class Receiver(Generic[S]):
             source.line.connection.abort()
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
+
+    async def fetch(self, keys: Sequence[Hashable]) -> None:
+        """Ask all sources for these pieces, which are wanted, wait for them, and forget them. Raises as ``until``."""
+        for source in list(self.sources.values()):
+            self.offers(source)
+        await self.until(lambda: all(map(self.has, keys)))
+        for key in keys:
+            self.forget(key)
 
     async def until(self, satisfied: Callable[[], bool], *, waits: Callable[[], bool] = lambda: False) -> None:
         """Wait until ``satisfied`` returns True. Raises ``NetworkError`` with each source's problem if no source is
