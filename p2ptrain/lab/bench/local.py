@@ -13,6 +13,7 @@ from p2ptrain.core.texts import human_bytes, human_duration
 from p2ptrain.lab.bench.network import BenchRing, form_ring
 from p2ptrain.lab.bench.report import BenchReport, Case, Contender, per_cent, times
 from p2ptrain.lab.bench.runner import Answer, Bench
+from p2ptrain.lab.bench.training import changed
 
 STEP_S = 60.0  # a slow step, for deadlines
 SYNC_STEPS = 8
@@ -47,19 +48,12 @@ class LocalPlan:
         return report
 
 
-def of_sync(profile: Profile, workers: int) -> Profile:
-    """The same training with strategy 'sync': a step has one micro-batch of each worker."""
-    job, batch = profile.job, profile.batch.model_copy(update={"micro_batches": workers})
-    return profile.model_copy(update={"job": job.model_copy(update={"strategy": "sync"}), "batch": batch})
-
-
 async def measure_local(bench: Bench, plan: LocalPlan, report: BenchReport) -> None:
-    batch = plan.profile.batch.model_copy(update={"micro_batches": plan.workers * plan.inner_steps})
-    local = plan.profile.model_copy(update={"batch": batch})
-    overlapping = local.model_copy(update={"local": local.local.model_copy(update={"overlap": True})})
+    local = changed(plan.profile, "batch", micro_batches=plan.workers * plan.inner_steps)
+    one_each = changed(plan.profile, "batch", micro_batches=plan.workers)
     await _measure(bench, plan, report, local, plan.codec, plan.steps)
-    await _measure(bench, plan, report, overlapping, plan.codec, plan.steps)
-    await _measure(bench, plan, report, of_sync(plan.profile, plan.workers), "fp32", SYNC_STEPS)
+    await _measure(bench, plan, report, changed(local, "local", overlap=True), plan.codec, plan.steps)
+    await _measure(bench, plan, report, changed(one_each, "job", strategy="sync"), "fp32", SYNC_STEPS)
     plain, ours, sync = report.cases
     saved = sync.facts["bytes_per_token"] / ours.facts["bytes_per_token"]
     report.notes = [

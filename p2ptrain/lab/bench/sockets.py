@@ -78,10 +78,6 @@ class SocketRing:
             times.append(time.perf_counter() - began)
         return times if first else []
 
-    def close(self) -> None:
-        for closing in (self._listener, self._right, self._left):
-            closing.close()
-
 
 def _tuned(plain: socket.socket) -> socket.socket:
     plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

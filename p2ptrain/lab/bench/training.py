@@ -91,15 +91,15 @@ class StepPlan:
 async def measure_steps(bench: Bench, plan: StepPlan, report: BenchReport) -> None:
     ring, exact, profile = plan.ring, plan.profile.job.exact, plan.profile
     if plan.is_alone or profile.device.compile == "auto":  # else the blocks may change while they are measured
-        profile = _changed(profile, "device", compile="off")
+        profile = changed(profile, "device", compile="off")
     codec, modes = f", {ring.codec}" * (ring.codec != "fp32"), {RING: profile}
     contenders = {RING: Contender("this worker" if plan.is_alone else f"this ring{', exact' * exact}{codec}")}
     if exact:  # the usual mode shows what exact mode costs
         contenders[USUAL] = Contender(f"this ring{codec}")
-        modes[USUAL] = _changed(profile, "job", exact=False)
+        modes[USUAL] = changed(profile, "job", exact=False)
     elif COMPILED in plan.rivals and profile.device.precision != "tf32":  # whose blocks are never compiled
         contenders[BLOCKS] = Contender("this worker, compiled")
-        modes[BLOCKS] = _changed(profile, "device", compile="on")
+        modes[BLOCKS] = changed(profile, "device", compile="on")
     async with bench.members(plan.workers, threads=plan.threads) as members:
         await form_ring(bench, members, ring)
         bench.progress("loading torch, the model and the data")
@@ -139,7 +139,8 @@ async def measure_steps(bench: Bench, plan: StepPlan, report: BenchReport) -> No
     report.notes += (summarize_device if plan.is_alone else summarize)(case) + compare_losses(case)
 
 
-def _changed(profile: Profile, table: str, **values: Any) -> Profile:
+def changed(profile: Profile, table: str, **values: Any) -> Profile:
+    """The profile with other values in one table, unchecked."""
     return profile.model_copy(update={table: getattr(profile, table).model_copy(update=values)})
 
 
