@@ -10,9 +10,10 @@ with a byte with which no msgpack value begins. Such a message goes to many at o
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import zlib
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 
@@ -24,8 +25,12 @@ from wire.schema import instance_untrusted
 
 MAX_LIST_ITEMS = 4096
 MAX_MAP_ITEMS = 4096
+MAX_CONTAINERS = 1 << 16
+"""Lists and maps in a body: an empty one takes a byte, and 64 bytes of memory."""
 MAX_HANDSHAKE_ITEMS = 64
 """Both limits for handshake messages: nested lists cost memory before they prove to be shorter than claimed."""
+
+_Container = TypeVar("_Container")
 
 COMPRESSED = b"\xc1"
 COMPRESS_FROM_BYTES = 16 << 10
@@ -118,13 +123,20 @@ def unpack_untrusted(
     body: bytes | bytearray | memoryview, *, handshake: bool = False, most_bytes: int = CONTROL_FRAME_BYTES
 ) -> object:
     """Decode msgpack. ``most_bytes``: of a text. Raises ``ProtocolError``."""
-    limit = MAX_HANDSHAKE_ITEMS if handshake else None
+    limit, numbers = MAX_HANDSHAKE_ITEMS if handshake else None, itertools.count(1)
+
+    def counted(container: _Container) -> _Container:
+        if next(numbers) > MAX_CONTAINERS:
+            raise ProtocolError(f"more than {MAX_CONTAINERS} lists and maps")
+        return container
+
     try:
         return msgpack.unpackb(
             body,
             raw=False,
             strict_map_key=True,
-            object_pairs_hook=_strict_map,
+            object_pairs_hook=lambda pairs: _strict_map(counted(pairs)),
+            list_hook=counted,
             max_str_len=most_bytes,
             max_bin_len=most_bytes,
             max_array_len=limit or MAX_LIST_ITEMS,

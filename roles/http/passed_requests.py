@@ -58,7 +58,7 @@ async def _next_untrusted(line: Line, *, is_first: bool) -> HttpPart:
         raise DeadlineExceeded(f"it wrote nothing for {PART_S:.0f} s") from None
     if isinstance(message, StreamRefused):
         raise error_untrusted(message)
-    if not isinstance(message, HttpPart) or (message.status >= 200) != is_first:
+    if not isinstance(message, HttpPart) or message.status not in (range(200, 600) if is_first else (0,)):
         raise ProtocolError(f"it sent {type(message).__name__} where {'the first ' * is_first}HttpPart was due")
     return message
 

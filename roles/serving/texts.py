@@ -47,7 +47,7 @@ class TextRequest:
     stop: Annotated[tuple[Annotated[str, Bound(1, STOP_CHARS)], ...], Bound(0, MOST_STOPS)] = ()
     speculate: bool = True
     priority: Annotated[int, Bound(-MOST_PRIORITY, MOST_PRIORITY)] = 0
-    ids: tuple[int, ...] = ()
+    ids: tuple[Annotated[int, Bound(0, (1 << 31) - 1)], ...] = ()
     tools: str = ""
     stop_ids: tuple[int, ...] = ()
     ignore_end: bool = False

@@ -123,20 +123,21 @@ class _Caller:
 
 def encode_question(model: str, request: TextRequest) -> tuple[wire.TextQuestion, bytes]:
     """Encode a request of a model. Raises ``UserError``: it exceeds the limits."""
-    data: bytes = msgpack.packb(asdict(request))
     try:
+        data: bytes = msgpack.packb(asdict(request))
         if len(data) > MOST_BYTES:
             raise ProtocolError(f"it has {len(data)} bytes")
         request_untrusted(data)
-    except ProtocolError as problem:
+    except (ProtocolError, ValueError, OverflowError) as problem:  # half a character, or a number of over 64 bits
         limits = f"{MOST_BYTES >> 20} MiB, {MOST_TURNS} turns and {MOST_STOPS} stop strings of {STOP_CHARS} characters"
-        raise UserError(f"the question is not valid: {problem.message}", remedy=f"ask for less: {limits}") from None
+        raise UserError(f"the question is not valid: {problem}", remedy=f"ask for less: {limits}") from None
     return wire.TextQuestion(model, len(data)), data
 
 
 def request_untrusted(data: bytes | bytearray) -> TextRequest:
     """Decode a question. Raises ``ProtocolError``: no client sends it."""
     request = instance_untrusted(TextRequest, unpack_untrusted(data, most_bytes=MOST_BYTES))
-    if request.tools or request.grammar or request.logprobs is not None:
+    has_calls = any(turn.tool_calls for turn in request.turns)
+    if has_calls or request.tools or request.grammar or request.prompt_logprobs or request.logprobs is not None:
         raise ProtocolError("tools, grammars and log-probabilities are for HTTP only")
     return request

@@ -47,7 +47,7 @@ _ANSWERS = st.lists(
         wire.HttpPart,
         data=st.binary(max_size=9),
         is_last=st.booleans(),
-        status=st.sampled_from([200, 0]) | WHOLE,
+        status=st.sampled_from([200, 100, 0]) | WHOLE,
         headers=st.just({"content-type": "text/plain"}),
     )
     | made(StreamRefused)

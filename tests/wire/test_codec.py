@@ -21,12 +21,14 @@ from p2ptrain.core.errors import ProtocolError
 from tests.fuzz.strategies import made
 from wire.codec import (
     COMPRESSED,
+    MAX_CONTAINERS,
     MAX_HANDSHAKE_ITEMS,
     MAX_LIST_ITEMS,
     MAX_MAP_ITEMS,
     MESSAGE_TYPES,
     decode_untrusted,
     encode,
+    unpack_untrusted,
 )
 from wire.frame import CONTROL_FRAME_BYTES
 from wire.job_messages import CheckpointSaved, LedgerRow, LedgerRows, MemberRecord, ViewAnnounced
@@ -196,6 +198,13 @@ def test_lists_and_maps_are_bounded():
     assert decode_untrusted(Hello.KIND, packed(**HELLO | {"roles": roles[1:]}))
     with pytest.raises(ProtocolError, match="max_array_len"):
         decode_untrusted(Hello.KIND, packed(**HELLO | {"roles": roles}))
+
+
+@pytest.mark.parametrize("empty", [[], {}])
+def test_lists_and_maps_are_counted_before_they_fill_the_memory(empty: object):
+    body: bytes = msgpack.packb([[empty] * MAX_LIST_ITEMS] * (MAX_CONTAINERS // MAX_LIST_ITEMS))
+    with pytest.raises(ProtocolError, match="lists and maps"):
+        unpack_untrusted(body)
 
 
 # -------------------------------------------------------------------------------------------------------------- sending

@@ -323,6 +323,10 @@ def _question(**changed: Any) -> bytes:
         {"max_new_tokens": 0},
         {"grammar": "start: /x/"},
         {"logprobs": 1},
+        {"prompt_logprobs": True},
+        {"prompt": "half of a character: \ud83d"},
+        {"max_new_tokens": 1 << 64},
+        {"turns": (Turn("assistant", "", "[{"), Turn("tool", "x"))},
     ],
 )
 def test_a_question_beyond_the_limits_is_not_sent(changed: dict[str, Any]) -> None:
@@ -337,6 +341,7 @@ def test_a_question_beyond_the_limits_is_not_sent(changed: dict[str, Any]) -> No
         [_asks(b"\xff\xfe")],
         [_asks(_question(prompt=5))],
         [_asks(_question(sampling=asdict(SamplingOptions()) | {"temperature": float("nan")}))],
+        [_asks(_question(ids=[-1]))],
         [_asks(_question(max_new_tokens=500)), _asks(_question())],
     ],
 )
