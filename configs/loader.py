@@ -15,16 +15,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, TypeVar, get_origin
 
 import tomli
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from configs.schema import Conflict, Profile, fields, tables
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.plugins import NAME
 from p2ptrain.core.texts import did_you_mean, shortened
+
+M = TypeVar("M", bound=BaseModel)
 
 PROFILES_DIR = Path(__file__).parent / "profiles"
 ENVIRONMENT_PREFIX = "P2PTRAIN__"
@@ -324,6 +326,18 @@ def complaint(details: Mapping[str, Any]) -> str:
     """What is wrong with a value, in words that follow it. ``details``: of one of pydantic's errors."""
     message = re.sub("^(Input|String|List|Value error,) | after validation", "", str(details["msg"]))
     return _COMPLAINTS.get(details["type"], message.replace("should ", "must "))
+
+
+def validated(kind: type[M], values: Mapping[str, Any], place: str, remedy: str = "") -> M:
+    """A model of these values. Raises ``ConfigError``; ``remedy``: empty: the text of the field that is wrong."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        details: Any = error.errors(include_url=False)[0]
+    key = ".".join(str(part + 1) if isinstance(part, int) else part for part in details["loc"])
+    field = kind.model_fields.get(key.partition(".")[0])
+    about = f"known are {', '.join(kind.model_fields)}" if field is None else field.description or ""
+    raise ConfigError(f"{place}: {key}: {complaint(details)}", remedy=remedy or " ".join(about.split()))
 
 
 def _remedy(text: str, names: Mapping[str, object], listed: str) -> str:

@@ -55,18 +55,14 @@ class LocalMember:
         return self.inbound.decide(hello) or local_welcome(peer_id=self.peer_id, name=self.peer_id, wall=0.0)
 
 
-def local_view(ports: dict[str, int], *, generation: int = 1, hosts: bool = False) -> View:
-    """A view of the peers that listen on these ports, in this order. ``hosts``: each host is named as its peer; else
-    the host is the seed's."""
+def local_view(ports: dict[str, int]) -> View:
+    """A view of the peers that listen on these ports of the seed's host, in this order."""
     return View(
         "job",
-        generation,
+        1,
         0,
         "",
-        tuple(
-            MemberRecord(peer_id, peer_id, peer_id if hosts else "", port, 0, 0, healthy=True)
-            for peer_id, port in ports.items()
-        ),
+        tuple(MemberRecord(peer_id, peer_id, "", port, 0, 0, healthy=True) for peer_id, port in ports.items()),
         heartbeat_s=5.0,
         death_s=15.0,
     )

@@ -136,14 +136,14 @@ def test_a_file_describes_a_cluster(command: Command, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("link = 'wan'\nmember = 1", "member must be a list"),
+        ("link = 'wan'\nmember = 1", "member: must be a list"),
         ("link = 'wan'\n[[member]]\nname = 'a'", "member.1.gflops"),
         (GOOD.replace('"lab-2"]', '"cellar"]'), "between.1.members: there is no member cellar"),
         (GOOD.replace('"lab-2"]', '"lab-1"]'), "between.1.members: both are lab-1"),
         (GOOD.replace("0.2ms-1000mbit", "moon"), "between.1.link: there is no link preset 'moon'"),
         (GOOD.replace('"lab"', '"attic-1"').replace('"attic"\n', '"attic-1-1"\n'), "two members attic-1-1"),
         (GOOD.replace("wan", "van"), "no link preset 'van'"),
-        (GOOD.replace("gflops = 50", "gflops = 1e-320"), "member.1.gflops must be greater than or equal to 0.001"),
+        (GOOD.replace("gflops = 50", "gflops = 1e-320"), "member.1.gflops: must be greater than or equal to 0.001"),
         (GOOD.replace("count = 2", "count = 256"), "257 members are more than 256"),
         (GOOD.replace("8GiB", "much"), "'much' is not a size"),
         ("[[member", ":1: not TOML"),

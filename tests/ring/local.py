@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from string import ascii_lowercase
 from typing import Any
 
@@ -55,6 +56,11 @@ class RingMember(LocalMember):
             await self.server.close()
 
 
+def on_hosts(view: View) -> View:
+    """The view of members that listen on hosts of their own names."""
+    return replace(view, members=tuple(replace(member, host=member.peer_id) for member in view.members))
+
+
 @asynccontextmanager
 async def listening(
     names: str, network: Network | Sequence[Network], *, hosts: bool = False
@@ -70,7 +76,7 @@ async def listening(
     members = [RingMember(name, networks[rank], seed=rank) for rank, name in enumerate(names)]
     try:
         ports = {member.peer_id: await member.listen(member.peer_id if hosts else HOST) for member in members}
-        yield members, local_view(ports, hosts=hosts)
+        yield members, on_hosts(local_view(ports)) if hosts else local_view(ports)
     finally:
         await asyncio.gather(*(member.stop() for member in members))
 

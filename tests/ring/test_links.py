@@ -176,7 +176,7 @@ async def test_the_number_of_held_connections_is_bounded():
 
 
 def ring_view(*peer_ids: str, generation: int = 1) -> View:
-    return local_view(dict.fromkeys(peer_ids, 1), generation=generation)
+    return replace(local_view(dict.fromkeys(peer_ids, 1)), generation=generation)
 
 
 def test_a_member_that_is_not_the_left_neighbour_is_refused_once_the_view_is_known():

@@ -13,6 +13,7 @@ import time
 from p2ptrain.lab.memory import MemoryNetwork, run_virtual
 from p2ptrain.lab.ring_member import LocalMember, local_view
 from ring.token import TOKEN_BYTES
+from tests.ring.local import on_hosts
 from wire.emulate import EmulatedNetwork, LinkPreset, preset_named
 
 FORM_S = 600.0
@@ -25,7 +26,7 @@ async def view_and_vote_s(count: int, preset: LinkPreset, *, votes: int = 1) -> 
     networks = [EmulatedNetwork(inner.at(name), preset, rank) for rank, name in enumerate(names)]
     members = [LocalMember(name, networks[rank], seed=rank) for rank, name in enumerate(names)]
     ports = {member.peer_id: await member.listen(member.peer_id) for member in members}
-    view, now = local_view(ports, hosts=True), asyncio.get_running_loop().time
+    view, now = on_hosts(local_view(ports)), asyncio.get_running_loop().time
     began = now()
     sessions = await asyncio.gather(*(member.form(view, timeout_s=FORM_S, sub_chunk_bytes=0) for member in members))
     formed = now()

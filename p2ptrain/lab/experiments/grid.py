@@ -9,18 +9,16 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
-from configs.loader import complaint, flatten, load_settings, read_toml
+from configs.loader import flatten, load_settings, read_toml, validated
 from configs.schema import Profile, Table
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.footprint import LLAMAS
 from p2ptrain.core.texts import seconds_of
 from p2ptrain.lab.attacker import ATTACKS, check_attackable
-
-T = TypeVar("T", bound=Table)
 
 MAX_RUNS = 2000
 SIMULATED = ("sync", "local", "federated", "server")
@@ -140,7 +138,7 @@ def plan_of(document: Mapping[str, Any], place: str, root: Path | None) -> GridP
     Raises:
         UserError: with ``place``, and the cell that is wrong.
     """
-    grid = _validate(Grid, document, place)
+    grid = validated(Grid, document, place)
     limit_s = seconds_of(grid.limit, f"{place}: limit")
     if grid.planned > MAX_RUNS:
         raise ConfigError(f"{place}: {grid.planned} runs, more than {MAX_RUNS}", remedy="take fewer values or repeats")
@@ -176,7 +174,7 @@ def _make_runs(grid: Grid, base: str | dict[str, Any], cell: dict[str, str], pla
         raise ConfigError(f"{where}: {error.message}", remedy=error.remedy) from None
     job, model, is_private = first.job, first.model, first.data.private
     values = {"workers": job.workers, "link": first.link.preset, "threads": first.device.threads, "private": is_private}
-    machine = _validate(RunMachine, values | own, where)
+    machine = validated(RunMachine, values | own, where)
     is_llama = model.architecture in LLAMAS and not model.path
     if grid.simulated and (job.strategy not in SIMULATED or is_private or not is_llama or machine.attack):
         remedy = f"what can be: {', '.join(SIMULATED)} with a new model of {', '.join(LLAMAS)}, shared data, no attack"
@@ -186,17 +184,6 @@ def _make_runs(grid: Grid, base: str | dict[str, Any], cell: dict[str, str], pla
         decisive = [profile.to_spec(), machine.model_dump(), grid.loss_targets, grid.simulated and grid.gflops]
         digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:12]
         yield GridRun(digest, cell, settings, repeat, profile, machine)
-
-
-def _validate(kind: type[T], values: Mapping[str, Any], place: str) -> T:
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        details: Any = error.errors(include_url=False)[0]
-        key = ".".join(map(str, details["loc"]))
-        field = kind.model_fields.get(key.partition(".")[0])
-        about = "a grid has " + ", ".join(kind.model_fields) if field is None else field.description or ""
-        raise ConfigError(f"{place}: {key}: {complaint(details)}", remedy=" ".join(about.split())) from None
 
 
 def _describe_cell(cell: Mapping[str, str]) -> str:

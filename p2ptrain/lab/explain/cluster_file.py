@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from itertools import permutations
 from pathlib import Path
-from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from configs.loader import complaint, read_toml
+from configs.loader import read_toml, validated
 from configs.schema import Table
 from p2ptrain.core.errors import ConfigError, UserError
 from p2ptrain.core.texts import size_of
@@ -42,12 +41,9 @@ def read(path: Path) -> DescribedCluster:
     """Raises ``ConfigError``, which names the place in the file."""
     _, document = read_toml(path, "cluster")
     remedy = "docs/explain.md has an example of such a file"
+    file = validated(File, document, str(path), remedy)
     try:
-        return _cluster(File.model_validate(document))
-    except ValidationError as error:
-        details: Any = error.errors(include_url=False)[0]
-        place = ".".join(str(part + 1) if isinstance(part, int) else part for part in details["loc"])
-        raise ConfigError(f"{path}: {place} {complaint(details)}", remedy=remedy) from None
+        return _cluster(file)
     except UserError as error:
         raise ConfigError(f"{path}: {error.message}", remedy=error.remedy or remedy) from None
 

@@ -56,7 +56,7 @@ def test_every_value_meets_every_other_and_repeats_differ_in_their_seed() -> Non
         ("[axes]\n'job.steps' = [3]\n[axes.long]\nyes = {'job.steps' = 9}", "two axes vary job.steps"),
         ("[axes.a]\none = {}\ntwo = {}", "are the same job"),
         ("repeats = 99\n[axes]\n'job.steps' = [" + ",".join(map(str, range(1, 99))) + "]", "more than"),
-        ("repeat = 2\n[axes]\n'job.steps' = [3]", "a grid has name, base"),
+        ("repeat = 2\n[axes]\n'job.steps' = [3]", "known are name, base"),
         ("base = 'other.toml'\n[axes]\n'job.steps' = [3]", "is not a shipped profile"),
         ("limit = 'long'\n[axes]\n'job.steps' = [3]", "not a duration"),
         ("[axes]\njob = {}", "neither a list"),
