@@ -12,18 +12,15 @@ then if the drafts under way are right, and else when a wrong one is known.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import ceil, inf
+from math import inf
 
 from roles.gauges import FAR_OFF, SHORTEST_S, MovingAverage
 
 MOST_DRAFTS = 64
 """Most drafts in a pass."""
 DEPTH = 16
-"""Most drafts ahead of the verified text if one pass is under way at a time. Fewer leave a distant drafter too short a
-line; more waste bytes."""
-DEPTH_RUNS = 3
-"""Most drafts ahead of the text if more passes are under way, in mean distances between wrong drafts: 5 % of the drafts
-at that depth are right."""
+"""Most drafts ahead of the verified text if one pass is under way at a time, and half of them if more are. Fewer leave
+a distant drafter too short a line; more waste bytes."""
 FIRST_BUDGET, MOST_BUDGET = 0.8, 6.0
 """Limits of the loss, in steps of the verifier alone: at first, and after gains."""
 TRY_TOKENS = 32
@@ -94,11 +91,6 @@ class DrafterModel:
         """Acceptance, below 1. The prior is 0.8 with the weight of three drafts: high, so that new drafters are
         tried."""
         return (self._agreed + 3 * 0.8) / (self._tried + 3)
-
-    @property
-    def far_depth(self) -> int:
-        """Most drafts ahead of the text if several passes are under way."""
-        return max(DEPTH, min(ceil(DEPTH_RUNS / (1 - self.alpha)), MOST_DRAFTS))
 
     @property
     def restart_s(self) -> float:

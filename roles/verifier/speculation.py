@@ -44,8 +44,6 @@ class DraftLine:
     def __init__(self, known: int, depth: int, model: DrafterModel, now: float = 0.0) -> None:
         self.depth, self.sizes = depth, [known]
         self._reach = depth  # drafts beyond ``size`` that may still arrive
-        self._free = known + depth  # the drafter may draft up to here before the last verdict arrives
-        self._sent_at = now  # time of the last verdict
         self.model = model
         self.epoch = 0
         self.dead = False
@@ -134,8 +132,7 @@ class DraftLine:
         """Make a verdict that brings the drafter to all tokens of the text."""
         rested, start = not self.depth, max(self.size, self._matched)
         right = start - self.size
-        self._free = self.size + self.depth
-        self.depth, self._sent_at = depth, now
+        self.depth = depth
         self._reach = max(self._reach, depth)
         self.sizes.append(len(text))
         if self.dead and depth and (self._cut_at is None or rested):
@@ -161,8 +158,6 @@ class DraftLine:
         overdue = 0.0
         for position in range(size + len(waits), min(size + most, self.size + self.depth)):
             due = since + (position - first + 1) * draft_s
-            if position >= self._free:
-                due = max(due, self._sent_at + 2 * self.model.latency_s)
             if due <= now:  # overdue: expect it to be as late again
                 overdue = max(overdue, now - due, SHORTEST_WAIT_S)
             waits.append(max(due - now, SHORTEST_WAIT_S) + overdue)
@@ -234,7 +229,7 @@ class Speculation:
         news, rests = len(ids) - line.size, not line.depth
         if rests == self._model.resting and news < (RESTING_TOKENS if rests else 1):
             return None
-        depth = DEPTH if self.decoding.most_passes == 1 else line.model.far_depth
+        depth = DEPTH if self.decoding.most_passes == 1 else 2 * DEPTH
         return line.make_verdict(ids, 0 if self._model.resting else depth, now)
 
     def _count_wasted(self, line: DraftLine) -> None:
