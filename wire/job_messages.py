@@ -444,7 +444,6 @@ class RangeRequest(Message, kind=45):
 class RangeGone(Message, kind=46):
     """These bytes are not available: the file changed, or the bounded log has dropped the step."""
 
-    stream: int
     reason: str
 
 

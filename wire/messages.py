@@ -27,7 +27,7 @@ from typing import Annotated, Any, ClassVar
 
 from wire.schema import Bound, Count, Declared, Host, Id, Port, Record
 
-PROTOCOL_VERSION = 23
+PROTOCOL_VERSION = 24
 MAX_TERM = 1 << 13
 """Limit of a seed's terms: a generation of term t is above t << 40, and every number must be below 2**53."""
 

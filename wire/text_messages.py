@@ -170,9 +170,7 @@ class DraftOpen(Message, kind=59):
 
 
 class DraftReady(Message, kind=60):
-    """The ids are processed, and drafts follow. ``step_ms``: time per draft; 0 if unknown."""
-
-    step_ms: Annotated[float, Bound(0, 3.6e6)]
+    """The ids are processed, and drafts follow."""
 
 
 class Drafts(Message, kind=62):
@@ -203,7 +201,6 @@ class DrafterAddress(Message, kind=66):
     host: Host
     port: Port
     model: str
-    vocab_size: Count
     tokenizer: str
     role: Annotated[str, Bound(pattern="drafter|worker")] = "drafter"
 

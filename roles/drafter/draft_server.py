@@ -29,7 +29,7 @@ from roles.drafter.drafting import (
     ids_untrusted,
     verdict_untrusted,
 )
-from roles.gauges import MovingAverage, Rate
+from roles.gauges import Rate
 from roles.line import QUIET_S, Line
 from roles.serving.local_model import LocalModel, LocalSession
 from roles.serving.model import PassRequest
@@ -104,7 +104,7 @@ class DraftServer:
     ) -> None:
         self._model, self._name, self._tokenizer = model, name, tokenizer
         self._on_news = on_news
-        self._draft_time, self._draft_rate = MovingAverage(), Rate()
+        self._draft_rate = Rate()
         self.right = self.wrong = 0
         self._now = world.clock.now
         self._callers: set[_Caller] = set()
@@ -215,7 +215,7 @@ class DraftServer:
     def _carry_out(self, session: _Session, instructions: Sequence[DraftInstruction]) -> None:
         if session.core.ready and not session.is_ready:
             session.is_ready = True
-            session.caller.send(DraftReady(1e3 * self._draft_time.seconds), stream=session.stream)
+            session.caller.send(DraftReady(), stream=session.stream)
         for instruction in instructions:
             match instruction:
                 case PassRequest():
@@ -259,10 +259,7 @@ class DraftServer:
         ids = tuple(min(token, self._model.vocab_size - 1) for token in request.ids)
         if request.stop > session.positions:
             raise self._too_long(request.stop)
-        result = await model.append(PassRequest(request.keep, ids, request.samples))
-        if len(ids) == 1:
-            self._draft_time.add(result.took_s)
-        return result.tokens
+        return (await model.append(PassRequest(request.keep, ids, request.samples))).tokens
 
     def _too_long(self, size: int) -> Refused:
         text = f"{size} tokens are too many: {self._name} has a context of {self._model.context}"

@@ -390,7 +390,7 @@ class Services:
         infos = [info for info in self.models() if info.role == "drafter"]
         infos = sorted(infos, key=lambda info: self._peers[info.peer].joined_at)[:MAX_DRAFTERS]
         listed = [
-            DrafterAddress(info.peer, info.name, info.host, info.port, info.model, info.vocab_size, info.tokenizer,
+            DrafterAddress(info.peer, info.name, info.host, info.port, info.model, info.tokenizer,
                            self._peers[info.peer].role)
             for info in infos
         ]  # fmt: skip

@@ -167,7 +167,8 @@ class DrafterLink:
                     away = f"{1e3 * self.model.latency_s:.1f} ms away"
                     text = f"drafter {self.at.name} drafts with {self.at.model}, {away}"
                     self._notify("info", "drafter", text, about="there")
-                    self._drafters.open_sessions()
+                    for waiting in list(self._drafters.texts):
+                        waiting.open_session()
                 await asyncio.sleep(FIRST_WAIT_S if round_trip.count < 9 else PING_S)
         except NetworkError as problem:
             line.connection.abort(problem)
@@ -233,11 +234,9 @@ class DrafterLink:
             return
         session.bytes_in += received.body_bytes
         match message:
-            case DraftReady(step_ms):
+            case DraftReady():
                 if session.is_ready:
                     raise ProtocolError("it reported a session as ready twice")
-                if step_ms and not self.model.draft.count:
-                    self.model.draft = MovingAverage(step_ms / 1e3)
                 session.is_ready = True
                 session.text.begin_line(session)
             case Drafts(position):
@@ -307,11 +306,6 @@ class Drafters:
         """A drafter is neither connected nor listed. One that misbehaved was kept until its wait ended, so that it
         could not come back at once."""
         del self._links[link.at.peer_id]
-
-    def open_sessions(self) -> None:
-        """A drafter can open sessions now."""
-        for text in list(self.texts):
-            text.open_session()
 
 
 class TextDrafts:

@@ -105,7 +105,7 @@ async def give(
                 case TensorsRequest() if not is_open():
                     connection.send(TensorsPage(0, [], NO_LONGER_OPEN))
                 case RangeRequest() if not is_open():
-                    connection.send(RangeGone(message.stream, NO_LONGER_OPEN))
+                    connection.send(RangeGone(NO_LONGER_OPEN))
                 case TensorsRequest(name, first) if name == model.model and 0 <= first < len(model.records):
                     connection.send(make_page(model.records, first))
                 case TensorsRequest(name):

@@ -220,7 +220,7 @@ class Stages:
                 await self._free(client, part)
             case ModelRequest(path):
                 model = await self._models.open(client, path)
-                return {"model": model.model, "config": model.config, "total": len(model.records)}
+                return {"model": model.model, "config": model.config}
             case OpenRequest() as request:
                 return {"position": await self.requests.open(client, request)}
             case ResumeRequest() as request:

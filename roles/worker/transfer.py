@@ -360,7 +360,7 @@ async def send_range(
     try:
         data = await read(asked)
     except StorageError as problem:
-        line.connection.send(RangeGone(asked.stream, shortened(problem.message)))
+        line.connection.send(RangeGone(shortened(problem.message)))
         return 0
     line.connection.send_bulk(memoryview(data), generation=0, stream=asked.stream)
     await line.wait_sent()  # waits for a slow receiver, as long as it accepts something

@@ -309,7 +309,7 @@ _OFFERED = made(
 )
 _NEWS = st.one_of(
     made(StepLogged, step=_STEPS, digest=_DIGESTS, size_bytes=mostly(st.just(4120), st.just(0)), changes=st.just(0)),
-    made(RangeGone, stream=_INDICES),
+    made(RangeGone),
 )
 
 

@@ -99,8 +99,6 @@ def _check_words(case: tuple[Message, int]) -> None:
             assert ids_untrusted(message.tokens, vocab_size=VOCAB) == told.tokens
             assert told.start == 7 + message.right
             assert 0 <= told.depth <= MAX_DEPTH
-        case DraftReady():
-            assert 0 <= message.step_ms < 1e8
         case StreamRefused():
             refused = error_untrusted(message)
             assert (refused.message + refused.remedy).isprintable()

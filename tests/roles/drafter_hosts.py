@@ -115,9 +115,8 @@ class DrafterHost:
     @property
     def at(self) -> DrafterAddress:
         """As the seed tells of it."""
-        vocab_size = self.serves.engine.vocab_size if self.serves.tokenizer else 0
         host, port = self.server.address if self.host else (self.name, PORT)
-        return DrafterAddress(self.name, self.name, host, port, self.serves.name, vocab_size, self.serves.tokenizer)
+        return DrafterAddress(self.name, self.name, host, port, self.serves.name, self.serves.tokenizer)
 
     @property
     def computes(self) -> bool:
@@ -184,7 +183,7 @@ class Liar:
     def at(self) -> DrafterAddress:
         """As the seed tells of it."""
         host, port = self.server.address if self.host else (self.name, PORT)
-        return DrafterAddress(self.name, self.name, host, port, "a lying model", self.vocab_size, TOKENIZER)
+        return DrafterAddress(self.name, self.name, host, port, "a lying model", TOKENIZER)
 
     async def start(self) -> None:
         """Listen."""
@@ -211,7 +210,7 @@ class Liar:
                         await line.receive_bulk(4 * opening.count, stream=frame.stream)
                         self.openings += 1
                         verified[frame.stream] = opening.count
-                        connection.send(DraftReady(5.0), stream=frame.stream)
+                        connection.send(DraftReady(), stream=frame.stream)
                         self.says(frame.stream, None, 0, connection)
                     case StreamClose():
                         self.closed.append(frame.stream)

@@ -101,7 +101,7 @@ LIES = {
     "far ahead": garbage(Drafts(len(PROMPT) + 90, encode_ids([1]))),
     "no such token": garbage(Drafts(len(PROMPT), encode_ids([VOCAB]))),
     "another session": garbage(Drafts(len(PROMPT), encode_ids([1])), offset=5),
-    "ready twice": garbage(DraftReady(1.0)),
+    "ready twice": garbage(DraftReady()),
     "a verifier's word": garbage(Verdict(0, 1, b"")),
     "a hole": late_garbage,
     "an answer to nothing": garbage(Response(77, {})),
@@ -251,7 +251,7 @@ BAD_WORDS = {
     "a verdict of no session": says(Verdict(0, 8, encode_ids([1])), stream=9),
     "a verdict of another number": says(Verdict(0, 8, encode_ids([1])), generation=2),
     "a verdict from nowhere": says(Verdict(55, 8, encode_ids([1]))),
-    "a drafter's word": says(DraftReady(1.0)),
+    "a drafter's word": says(DraftReady()),
 }
 
 

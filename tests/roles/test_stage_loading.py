@@ -150,7 +150,6 @@ async def test_another_worker_gives_while_its_operator_is_there(
 ) -> None:
     async with source(network, tmp_path, tmp_path / "model") as (_, operator, opened):
         assert (opened["model"], opened["config"]) == (model.model, CONFIG)
-        assert opened["total"] == len(model.records)
         loaded = await client.ask("part.load", load_params(model, 0, 4, 4, **FROM_DONOR))
         assert loaded["received_bytes"] == bytes_of(model, "")
         await answers(client, loaded["part"])
@@ -290,7 +289,7 @@ LIARS: dict[str, tuple[SendReport, str]] = {
     "flipped": (on_bytes(flipped), "another digest"),
     "shorter": (on_bytes(shorter), "bulk"),
     "gone": (
-        on_bytes(lambda connection, data, stream: connection.send(RangeGone(stream, "the file changed"))),
+        on_bytes(lambda connection, data, stream: connection.send(RangeGone("the file changed"))),
         "the file changed",
     ),
     "dies": (on_bytes(lambda connection, data, stream: connection.abort()), "closed|broke|reset"),
@@ -431,8 +430,7 @@ async def test_a_receiver_that_asks_for_what_cannot_be_is_cut_off(
 async def test_what_is_not_there_is_said_so(tmp_path: Path, model: ModelDirectory, receiver: Connection) -> None:
     for name in ("nothing", "../config.json", "model.safetensors"):
         receiver.send(RangeRequest(name, 0, 4, 3))
-        gone = await receiver.expect(RangeGone, timeout_s=5)
-        assert gone.stream == 3
+        await receiver.expect(RangeGone, timeout_s=5)
     status = (tmp_path / "model" / "model.safetensors").stat()
     os.utime(tmp_path / "model" / "model.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     receiver.send(RangeRequest("head.weight", 0, 4, 3))

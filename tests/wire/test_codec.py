@@ -146,7 +146,7 @@ def test_every_field_must_be_there(field: str):
 
 
 def test_drafter_that_is_listed_twice_or_with_an_invalid_address_is_refused():
-    drafter = {"peer_id": "d1", "name": "d", "host": "", "port": 1, "model": "m", "vocab_size": 9, "tokenizer": "",
+    drafter = {"peer_id": "d1", "name": "d", "host": "", "port": 1, "model": "m", "tokenizer": "",
                "role": "worker"}  # fmt: skip
     assert decode_untrusted(DrafterList.KIND, packed(drafters=[drafter, drafter | {"peer_id": "d2"}]))
     for drafters in (
