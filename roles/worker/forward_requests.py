@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from p2ptrain.core.activations import encode_ids
@@ -141,7 +140,7 @@ class ForwardRequests:
         Raises:
             Refused: the session is unknown, the epoch is not newer, or the next stage cannot be reached.
         """
-        stage = self._find(client, request)
+        stage = self.find(client, request)
         if (request.next is None) != stage.core.last:
             raise ProtocolError("every stage but the last must have a next stage")
         stage.core.raise_epoch(request.epoch)
@@ -172,10 +171,6 @@ class ForwardRequests:
         finally:
             self._waiting.remove(stage)
 
-    def close_of(self, client: StageClient, which: CloseRequest) -> None:
-        with suppress(Refused):
-            self.close(self._find(client, which))
-
     def close(self, stage: OpenStage) -> None:
         """Forget a session. The result of a pass that runs now is dropped."""
         if self.sessions.get(stage.key) is not stage:
@@ -186,14 +181,15 @@ class ForwardRequests:
         stage.use(None)
         self._cache.leave(stage.part, stage, self._now())
         # Queued at once, so that it runs before a new ``open`` of the same session.
-        self._compute.submit(stage.part.engine.close, stage.core.id).add_done_callback(self._on_closed)
+        self._compute.submit(stage.part.engine.close, stage.core.id).add_done_callback(lambda _: self._room.set())
 
     def close_all_of(self, client: StageClient) -> None:
         for stage in [stage for stage in self.sessions.values() if stage.client is client]:
             self.close(stage)
         client.close_links()
 
-    def _find(self, client: StageClient, which: ResumeRequest | CloseRequest) -> OpenStage:
+    def find(self, client: StageClient, which: ResumeRequest | CloseRequest) -> OpenStage:
+        """The client's session. Raises ``Refused``: it is unknown."""
         stage = self.sessions.get((which.session, which.index))
         if stage is None or stage.client is not client:
             raise Refused(UNKNOWN_SESSION, f"session {which.session} is not open here")
@@ -394,9 +390,6 @@ class ForwardRequests:
                     part.pool_positions = part.reserved_positions
                 raise
             part.reserved_positions = max(part.reserved_positions, positions)
-
-    def _on_closed(self, closing: asyncio.Future[None]) -> None:
-        self._room.set()
 
     async def unload(self, parts: list[Part]) -> None:
         """Drop the last references on the compute thread, where a device frees its memory."""

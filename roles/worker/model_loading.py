@@ -497,24 +497,23 @@ class SharedModels:
 
         Several programs may share a client id. If one stops sending, the others continue.
         """
+        key = client_id, model
         try:
             async with asyncio.timeout(GIVE_WAIT_S), self._sender_came:
-                await self._sender_came.wait_for(lambda: (client_id, model) in self._senders)
+                await self._sender_came.wait_for(lambda: key in self._senders and self._senders[key].sources)
         except TimeoutError:
             text = f"the client did not connect to send model {model} within {GIVE_WAIT_S:g} s"
             raise Refused(SENDER, text, remedy="dial with purpose give, and the model as job") from None
-        return self._senders[client_id, model]
+        return self._senders[key]
 
     async def serve_sender(self, connection: Connection, hello: Hello) -> None:
         """Take what a client sends over its ``give`` connection, until it ends."""
         key = hello.peer_id, hello.job
         receiver = self._senders.setdefault(key, ModelReceiver(hello.job, self.disk))
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(receiver.serve(connection, printable(hello.name)))
-                await asyncio.sleep(0)  # lets ``serve`` register the source
-                async with self._sender_came:
-                    self._sender_came.notify_all()
+            async with self._sender_came:
+                self._sender_came.notify_all()  # who waits runs after ``serve`` has registered the source
+            await receiver.serve(connection, printable(hello.name))
         finally:
             if not receiver.sources and self._senders.get(key) is receiver:
                 del self._senders[key]

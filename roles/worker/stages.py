@@ -226,7 +226,7 @@ class Stages:
             case ResumeRequest() as request:
                 return {"position": await self.requests.resume(client, request)}
             case CloseRequest() as request:
-                self.requests.close_of(client, request)
+                self.requests.close(self.requests.find(client, request))
         return {}
 
     # ----------------------------------------------------------------------------------------------------------- parts

@@ -363,7 +363,8 @@ async def test_a_peer_that_is_no_stage_of_the_session_is_refused(
 async def test_a_client_cannot_change_anothers_session(chain: TestChain, network: MemoryNetwork) -> None:
     await chain.open("s1")
     async with client_of(network.at("other"), "w0", peer_id="other") as other:
-        await other.ask("session.close", {"session": "s1", "index": 0})
+        with pytest.raises(Refused, match="not open here"):
+            await other.ask("session.close", {"session": "s1", "index": 0})
         params = {"session": "s1", "index": 0, "epoch": 5, "keep": 0, "next": place(chain.stages[1])}
         with pytest.raises(Refused, match="not open here"):
             await other.ask("session.resume", params)
