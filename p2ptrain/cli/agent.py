@@ -19,6 +19,7 @@ from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import print_table
 from p2ptrain.cli.runtime import SeedOption, ask, option, run
 from p2ptrain.core.errors import UserError
+from p2ptrain.core.texts import did_you_mean
 
 NO_KEY = "none"
 app = new_typer()
@@ -55,7 +56,9 @@ def agent(
         print_table(("AGENT", "INSTALLED", "INSTALL"), rows)
         return
     if (chosen := agents.get(name)) is None:
-        raise UserError(f"there is no agent {name}", remedy=f"choose one of {', '.join(agents)}")
+        raise UserError(
+            f"there is no agent {name}", remedy=f"{did_you_mean(name, agents)}choose one of {', '.join(agents)}"
+        )
     program: str = chosen["program"]
     if not dry_run and shutil.which(program) is None:
         raise UserError(f"{program} is not installed here", remedy=chosen["install"])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import AsyncGenerator
 from functools import partial
 from os.path import expanduser
 
 from p2ptrain.cluster.access import operator, read_target, shown_address
 from p2ptrain.cluster.client import AsyncClient
+from p2ptrain.core.errors import ConfigError
 from tui.app import P2PTrainApp
 from tui.source import Messages, OperatorActions, SeedSource
 
@@ -37,9 +39,15 @@ def _describe_profiles() -> dict[str, str]:
 
 
 def _read_words(text: str) -> tuple[str, dict[str, object]]:
-    """The path, and the overrides ``table.key=value``, in a line that a person typed. Raises ``ConfigError``."""
+    """The path, and the overrides ``table.key=value``, in a line that a person typed, with quotes as in a shell. Raises
+    ``ConfigError``."""
     from configs.loader import read_overrides
 
-    words = text.split()
+    lexer = shlex.shlex(text, posix=True)
+    lexer.whitespace_split, lexer.commenters, lexer.escape = True, "", ""  # paths of Windows have backslashes
+    try:
+        words = list(lexer)
+    except ValueError as error:
+        raise ConfigError(f"{text}: {error}", remedy="put a value with blanks between quotes") from None
     path = " ".join(word for word in words if "=" not in word)
     return expanduser(path), read_overrides([word for word in words if "=" in word])

@@ -117,7 +117,8 @@ def _named_files(path: str, form: str) -> tuple[list[Path], str]:
     if place.is_file():
         return [place], ""
     if place.is_dir():
-        suffixes = _SUFFIXES.get(form) or frozenset(plugins.load(f"readers:{form}").suffixes)
+        with plugins.blamed(f"readers:{form}"):
+            suffixes = _SUFFIXES.get(form) or frozenset(plugins.load(f"readers:{form}").suffixes)
         found, left = _files_below(place, suffixes)
         note = _note(left)
         if not found:

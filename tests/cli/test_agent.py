@@ -132,7 +132,7 @@ def test_what_cannot_be_started_is_refused(
 ) -> None:
     monkeypatch.setattr("os.execvpe", None)
     here = ("--url", url, "--api-key-file", str(key))
-    assert "choose one of aider, claude" in command("agent", "emacs").err
+    assert "did you mean claude? choose one of aider, claude" in command("agent", "claud").err
     assert "pipx install aider-chat" in command("agent", "aider").err
     assert "is no address" in command("agent", "codex", "--url", 'http://x"y').err
     assert "401 Unauthorized" in command("agent", "codex", "--url", url).err

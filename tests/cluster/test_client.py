@@ -121,12 +121,15 @@ async def test_viewer_creates_a_job_from_a_typed_line(seed: MetricsSeed, tmp_pat
     actions = new_app(seed.address).source.actions
     assert actions.profiles()["tiny"].startswith("tiny   ")
     await actions.create_job("tiny", "ti job.steps=7")
-    await actions.create_job("", f"{file} job.steps=7")
+    await actions.create_job("", f"{file} job.steps=7 data.text_key='two words'")
     with pytest.raises(ConfigError, match=r"unknown key job\.step"):
         await actions.create_job("tiny", "job.step=7")
+    with pytest.raises(ConfigError, match="No closing quotation"):
+        await actions.create_job("tiny", "data.text_key='two words")
     asked = [params for method, params in seed.asked if method == "jobs.create"]
     assert [each["name"] for each in asked] == ["tiny", "my own"]
     assert [json.loads(each["spec"])["job"]["steps"] for each in asked] == [7, 7]
+    assert json.loads(asked[1]["spec"])["data"]["text_key"] == "two words"
 
 
 def test_cluster_is_ended_after_ctrl_c_during_its_start(tmp_path: Path) -> None:

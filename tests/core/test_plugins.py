@@ -9,6 +9,7 @@ import pytest
 
 from p2ptrain.core.errors import ConfigError, UserError
 from p2ptrain.core.plugins import MOST_OFFERED, OFFER, installed, lacking, load, make
+from p2ptrain.core.text_files import find_files
 
 MODULE = """
 class Good(dict): ...
@@ -20,6 +21,8 @@ good = mine_tested:Good
 gone = mine_tested:Gone
 refuse = mine_tested:refuse
 Bad-Name = mine_tested:Good
+[p2ptrain.readers]
+bare = mine_tested:Good
 [p2ptrain.others]
 good = mine_tested:Good
 """
@@ -40,7 +43,7 @@ def mine_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 def test_plugins_are_found_without_an_import() -> None:
     found = {key: package for key, (_, package) in installed().items() if package == "Mine.Tested 1.2"}
-    assert list(found) == ["codecs:good", "codecs:gone", "codecs:refuse"]
+    assert list(found) == ["codecs:good", "codecs:gone", "codecs:refuse", "readers:bare"]
 
 
 @pytest.mark.parametrize("package", ["", "mine-tested", "Mine_Tested==1.2"])
@@ -80,6 +83,11 @@ def test_a_broken_plugin_is_named_with_its_package(key: str, problem: str) -> No
 def test_what_a_plugin_raises_is_its_own() -> None:
     with pytest.raises(UserError, match=r"the plugin codecs:refuse of Mine.Tested 1\.2 failed: KeyError: 'x'"):
         make("codecs:refuse", object, {})
+
+
+def test_a_reader_without_suffixes_is_named_with_its_package(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"the plugin readers:bare of Mine.Tested 1\.2 failed: AttributeError"):
+        find_files(str(tmp_path), "bare")
 
 
 def test_a_worker_must_install_what_it_lacks() -> None:
