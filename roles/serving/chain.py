@@ -86,7 +86,7 @@ class StageChain:
         self.lacking: set[int] = set()
         self._last_number = 0  # of a seat
         self._sessions: set[ChainSession] = set()
-        self._about: LoadedPart | None = None  # of any stage: the fields that are equal for all
+        self._about: LoadedPart  # of any stage, after ``load``: the fields that are equal for all
         self._vacant: set[int] = set()  # stages whose peer of the plan is lost, or cannot hold them
         self._useless: set[str] = set()  # lost or unusable peers: they get no other stage
         self._filling: dict[int, asyncio.Task[None]] = {}
@@ -145,11 +145,11 @@ class StageChain:
     @property
     def dtype(self) -> str:
         """In which the model computes; also the default encoding of hidden states."""
-        return self._known.encoding
+        return self._about.encoding
 
     @property
     def vocab_size(self) -> int:
-        return self._known.vocab_size
+        return self._about.vocab_size
 
     @property
     def preemptions(self) -> int:
@@ -255,11 +255,6 @@ class StageChain:
             peer.listeners.pop(session.id, None)
 
     # ------------------------------------------------------------------------------------------------------- the seats
-
-    @property
-    def _known(self) -> LoadedPart:
-        assert self._about is not None, "load() returns only after all stages are loaded"
-        return self._about
 
     def seat_at(self, index: int) -> StageAssignment:
         seat = self.seats[index]

@@ -130,7 +130,6 @@ class ForwardRequests:
             self.close(stage)
             raise
         client.line.silence_s = min(client.line.silence_s, request.silence_s)
-        part.next = request.next.peer if request.next else ""
         return core.position
 
     async def resume(self, client: StageClient, request: ResumeRequest) -> int:
@@ -148,7 +147,6 @@ class ForwardRequests:
         # A pass that runs now is of an older epoch: its result is dropped.
         position = stage.core.position = min(stage.core.position, request.keep)
         await self._link(stage, request.next)
-        stage.part.next = request.next.peer if request.next else ""
         if stage.core.preempted:
             await self._wait_for_room(stage, request.keep)
         return position
@@ -203,7 +201,7 @@ class ForwardRequests:
 
     async def _link(self, stage: OpenStage, place: PeerAddress | None) -> None:
         """Make the session's link lead to ``place``. Raises ``Refused``."""
-        core = stage.core
+        core, stage.part.next = stage.core, place.peer if place else ""
         async with stage.linking:
             if place is None:
                 stage.use(None)
