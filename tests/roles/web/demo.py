@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from p2ptrain.core.errors import ConnectionLost
 from p2ptrain.lab.experiments.endpoints import ExperimentInfo, Experiments
-from roles.http.answers import JsonApp, Problem, json_bytes, json_response, while_wanted
+from roles.http.answers import Delivery, JsonApp, Problem, json_bytes, json_response, send_head, send_part
 from roles.http.server import serving
 from roles.seed.events import STATE_TOPICS, Announcements, Subscription
 from roles.web.app import WebApp
@@ -159,13 +159,23 @@ class DemoModels(JsonApp):
     async def _models(self, request: Request) -> Response:
         return json_response({"object": "list", "data": [{"id": "code-400m"}, {"id": "llama-3.2-3b"}]})
 
-    async def _write(self, request: Request) -> Response | _DemoAnswer:
+    async def _write(self, request: Request) -> Response | Delivery:
         if self.loads:
             problem = Problem(503, "vera cannot write with code-400m yet", code="model_loading").as_json()
             problem["error"] |= {"state": "loading", "percent": self.loads.pop(0), "ready_s": 20.0}
             return json_response(problem, status=503, headers={"retry-after": "1"})
         self.asked.append(await request.json())
-        return _DemoAnswer(self)
+        return Delivery(self._send, self.stopping, lambda error: b"")
+
+    async def _send(self, send: Send) -> None:
+        try:
+            await send_head(send, 200, {"content-type": "text/event-stream", "p2ptrain-verifier": "vera"})
+            async for event in self.events():
+                await send_part(send, b"data: " + json_bytes(event) + b"\n\n")
+            await send_part(send, b"data: [DONE]\n\n", more=False)
+        except asyncio.CancelledError:
+            self.left.set()
+            raise
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         words = ANSWER.split(" ")
@@ -176,26 +186,6 @@ class DemoModels(JsonApp):
             yield {"choices": [{"delta": {"content": before + word + " " * (index < len(words) - 1)}}]}
         yield {"choices": [{"delta": {}, "finish_reason": "stop"}]}
         yield {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2 * len(words)}}
-
-
-class _DemoAnswer:
-    def __init__(self, models: DemoModels) -> None:
-        self._models = models
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def write() -> None:
-            headers = [(b"content-type", b"text/event-stream"), (b"p2ptrain-verifier", b"vera")]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            async for event in self._models.events():
-                body = b"data: " + json_bytes(event) + b"\n\n"
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
-            ended.set()
-
-        ended = asyncio.Event()
-        await while_wanted(receive, write(), self._models.stopping)
-        if not ended.is_set():
-            self._models.left.set()
 
 
 class _DemoApp(WebApp):
