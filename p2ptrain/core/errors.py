@@ -30,6 +30,8 @@ class P2PTrainError(Exception):
         super().__init__(message)
         self.message = message
         self.remedy = remedy
+        if remedy:
+            self.add_note(remedy)  # a traceback in a notebook or a script ends with it
 
     @property
     def with_remedy(self) -> str:

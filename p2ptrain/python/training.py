@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
@@ -118,7 +118,7 @@ class TrainingResult:
 
     summary: JobSummary
     loss_unit: str
-    metrics: Sequence[MetricRow]
+    metrics: Sequence[MetricRow] = field(repr=False)  # they fill a terminal
     state: Path
 
     @property

@@ -29,6 +29,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+import numpy as np
+
 from p2ptrain.core import plugins
 from p2ptrain.core.errors import ConfigError
 from ring.codecs.kinds import F32, U8, Bf16, Codec, Fp16, Fp32, Int4, Int8, TopK
@@ -46,5 +48,12 @@ def codec_named(name: str, settings: Mapping[str, object] | None = None) -> Code
     and as ``plugins.make``."""
     if name not in _KINDS and f"codecs:{name}" not in plugins.installed():
         raise ConfigError(f"no codec is named {name!r}", remedy=f"known are {', '.join(CODECS)}")
-    codec: Codec = _KINDS[name]() if name in _KINDS else plugins.make(f"codecs:{name}", Codec, settings or {})
+    if name in _KINDS:
+        return _KINDS[name]()
+    codec: Codec = plugins.make(f"codecs:{name}", Codec, settings or {})
+    with plugins.blamed(f"codecs:{name}", " when it was tried"):  # what it raises within a step would reach nobody
+        values = np.linspace(-1, 1, 1000, dtype=np.float32)
+        encoded = np.empty(codec.encoded_bytes(values.size), np.uint8)
+        codec.encode(values, encoded)
+        codec.decode_add(encoded, values)
     return codec

@@ -10,8 +10,11 @@ import pytest
 from p2ptrain.core.errors import ConfigError, UserError
 from p2ptrain.core.plugins import MOST_OFFERED, OFFER, installed, lacking, load, make
 from p2ptrain.core.text_files import find_files
+from ring.codecs import codec_named
 
 MODULE = """
+from ring.codecs import Codec
+class Sizeless(Codec): ...
 class Good(dict): ...
 def refuse(): raise KeyError("x")
 """
@@ -19,6 +22,7 @@ POINTS = """
 [p2ptrain.codecs]
 good = mine_tested:Good
 gone = mine_tested:Gone
+sizeless = mine_tested:Sizeless
 refuse = mine_tested:refuse
 Bad-Name = mine_tested:Good
 [p2ptrain.readers]
@@ -43,7 +47,7 @@ def mine_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 def test_plugins_are_found_without_an_import() -> None:
     found = {key: package for key, (_, package) in installed().items() if package == "Mine.Tested 1.2"}
-    assert list(found) == ["codecs:good", "codecs:gone", "codecs:refuse", "readers:bare"]
+    assert list(found) == ["codecs:good", "codecs:gone", "codecs:sizeless", "codecs:refuse", "readers:bare"]
 
 
 @pytest.mark.parametrize("package", ["", "mine-tested", "Mine_Tested==1.2"])
@@ -83,6 +87,11 @@ def test_a_broken_plugin_is_named_with_its_package(key: str, problem: str) -> No
 def test_what_a_plugin_raises_is_its_own() -> None:
     with pytest.raises(UserError, match=r"the plugin codecs:refuse of Mine.Tested 1\.2 failed: KeyError: 'x'"):
         make("codecs:refuse", object, {})
+
+
+def test_a_codec_is_tried_before_a_step_needs_it() -> None:
+    with pytest.raises(UserError, match=r"sizeless of Mine.Tested 1\.2 failed when it was tried: NotImplemented"):
+        codec_named("sizeless")
 
 
 def test_a_reader_without_suffixes_is_named_with_its_package(tmp_path: Path) -> None:
