@@ -128,7 +128,8 @@ class ChatAnswer(OpenAiAnswer):
             message = choice["message"] = choice.pop("delta")
             for call in message.get("tool_calls", ()):
                 del call["index"]
-                message["content"] = message["content"] if message["content"].strip() else None
+            if "tool_calls" in message and not message["content"].strip():
+                message["content"] = None
         return document
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob | None]) -> dict[str, Any] | None:

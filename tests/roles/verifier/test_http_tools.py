@@ -75,6 +75,13 @@ async def test_calls_come_in_a_stream(endpoint: Endpoint) -> None:
     assert len({call.id for call in choice.message.tool_calls}) == 2
 
 
+async def test_several_calls_without_a_text_have_no_content(endpoint: Endpoint) -> None:
+    endpoint.service.script = calling(f"\n{CALL}\n{CALL}")
+    made = await endpoint.client.chat.completions.create(model=MODEL, messages=HI, tools=[TOOL])
+    message = made.choices[0].message
+    assert (message.content, len(message.tool_calls or ())) == (None, 2)
+
+
 async def test_one_call_ends_the_text_if_only_one_is_allowed(endpoint: Endpoint) -> None:
     endpoint.service.script = lambda wish: ScriptedWriting([CALL, "more"], held_at=1)
     made = await endpoint.client.chat.completions.create(
