@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
+from p2ptrain.core.background import Background
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, ProtocolError
 from ring.dtypes import Array
 from ring.links import ThisMember, dial_patiently
@@ -88,7 +89,7 @@ class DirectMessages:
         self._ended: dict[int, P2PTrainError] = {}  # members from which nothing more comes
         self._failure: P2PTrainError | None = None
         self.bytes_in = self.bytes_out = 0  # of finished messages
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Background()
 
     def attach(self, session: RingSession) -> None:
         session.broken.add_done_callback(self._ring_ended)
@@ -107,9 +108,7 @@ class DirectMessages:
         link = self._outgoing.get(to)
         if link is None:
             link = self._outgoing[to] = _Outgoing(to)
-            task = asyncio.get_running_loop().create_task(self._send_all(link), name=f"messages to rank {to}")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.start(self._send_all(link), f"messages to rank {to}")
         link.waiting.append(message)
         self._offer(link)
         return message.future
@@ -165,7 +164,7 @@ class DirectMessages:
         self._end(ConnectionLost("this member left the group"))
 
     async def wait_closed(self) -> None:
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.settle()
 
     # ------------------------------------------------------------------------------------------------------- sending
 
@@ -264,8 +263,7 @@ class DirectMessages:
             self._failure = failure
             for message in list(self._messages):
                 self._fail(message, failure)
-            for task in self._tasks:
-                task.cancel()
+            self._tasks.cancel()
             for link in self._incoming.values():
                 link.connection.abort()
 

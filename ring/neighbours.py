@@ -14,10 +14,11 @@ The owner decides what the connections carry: a ring (``ring.session``) or a cha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
+from p2ptrain.core.background import Background
 from p2ptrain.core.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -183,14 +184,13 @@ class NeighbourLinks:
         self.beats = Heartbeats(self, clock)
         self.owner, self.view, self._rank, self._what = owner, view, rank, what
         self._whole = whole or view
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._farewells: set[asyncio.Task[None]] = set()
+        self._tasks, self._farewells = Background(), Background()
         self._verdict: asyncio.TimerHandle | None = None  # runs while a ``MemberLost`` may still come
         for neighbour in self.neighbours:
             for bulk in neighbour.bulks:
                 bulk.raise_fence(view.generation)
             for connection in neighbour.connections:
-                self._start(self._listen(neighbour, connection))
+                self._tasks.start(self._listen(neighbour, connection), "neighbour")
 
     @property
     def neighbours(self) -> tuple[Neighbour, ...]:
@@ -221,14 +221,14 @@ class NeighbourLinks:
                 continue
             for connection in neighbour.connections:
                 if neighbour.send_control(connection, Leave(shortened(reason, REASON_CHARS)), self.view.generation):
-                    self._part(connection)
+                    self._farewells.start(connection.close(), "farewell")
                 else:
                     connection.abort()
 
     async def wait_closed(self) -> None:
         """Wait after the end until all connections are closed; a second at most."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*self._farewells)
+        await self._tasks.settle()
+        await self._farewells.settle()
         for neighbour in self.neighbours:
             for connection in neighbour.connections:
                 await connection.closed.wait()
@@ -270,7 +270,7 @@ class NeighbourLinks:
         for other in self.neighbours:
             tell = news is not None and other is not neighbour and other.peer_id != news.peer_id
             if tell and news is not None and other.send_control(other.beat, news, self.view.generation):
-                self._part(other.beat)
+                self._farewells.start(other.beat.close(), "farewell")
                 for bulk in other.bulks:
                     bulk.abort()
             else:
@@ -305,24 +305,18 @@ class NeighbourLinks:
         else:
             self.give_up(neighbour, ConnectionLost(shortened(news.reason, REASON_CHARS)), news)
 
-    def _part(self, connection: Connection) -> None:
-        farewell = asyncio.get_running_loop().create_task(connection.close())
-        self._farewells.add(farewell)
-        farewell.add_done_callback(self._farewells.discard)
-
     def _settle(self, broken: RingBroken) -> None:
         self.broken.set_result(broken)
         if self._verdict is not None:
             self._verdict.cancel()
         self.owner.settle()
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
 
     def begin_beats(self, heartbeat_s: float, death_s: float) -> None:
         """Start heartbeats and failure detection, when every member is known to be connected."""
         self.beats.interval_s = heartbeat_s
         if self.neighbours:
-            self._start(self.beats.run(death_s))
+            self._tasks.start(self.beats.run(death_s), "heartbeats")
 
     # -------------------------------------------------------------------------------------------------------- listening
 
@@ -349,8 +343,3 @@ class NeighbourLinks:
                 self._take_loss(neighbour, message)
             case _:
                 raise ProtocolError(f"it sent {type(message).__name__}, which is not allowed in a ring")
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

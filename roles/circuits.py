@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from p2ptrain.core.background import Background
 from p2ptrain.core.errors import P2PTrainError
-from roles.background import Background
 from wire.address import advertised_host
 from wire.circuits import CircuitNetwork
 from wire.messages import CALLER, Circuit, CircuitOffer, CircuitOrder

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
+from p2ptrain.core.background import Background
 from p2ptrain.core.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -93,7 +94,7 @@ class CircuitNetwork:
         self._accepts: tuple[ProtocolFactory, int] | None = None  # of the newest listener: factory and port
         self._meetings: dict[str, Meet] = {}  # by the id of circuits that ends may join here
         self._meeting_added = asyncio.Event()
-        self._joining: set[asyncio.Task[None]] = set()
+        self._joining = Background()
         self._dialled: list[_CircuitTransport] = []  # the oldest first; perhaps some that have ended
 
     def ways(self) -> dict[str, str]:
@@ -144,10 +145,7 @@ class CircuitNetwork:
         """End the circuits that are relayed or expected here. The connections of this peer's own circuits stay."""
         for relayed in list(self.relayed):
             relayed.end(ConnectionLost("the relay stops"))
-        for task in list(self._joining):
-            task.cancel()
-        if self._joining:
-            await asyncio.wait(self._joining)
+        await self._joining.stop()
 
     # -------------------------------------------------------------------------------------------------- this end's side
 
@@ -286,10 +284,7 @@ class CircuitNetwork:
         self._meeting_added.clear()
 
     def _join_soon(self, on_problem: OnProblem | None, connection: Connection) -> None:
-        joining = self._serve_join(on_problem, connection)
-        task = asyncio.get_running_loop().create_task(joining, name="wire.circuits.join")
-        self._joining.add(task)
-        task.add_done_callback(self._joining.discard)
+        self._joining.start(self._serve_join(on_problem, connection), "wire.circuits.join")
 
     async def _serve_join(self, on_problem: OnProblem | None, connection: Connection) -> None:
         """Bring an accepted end to its circuit, or refuse it."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
+from p2ptrain.core.background import Background
 from p2ptrain.core.errors import P2PTrainError, Unreachable
 from wire.connection import Connection
 from wire.messages import ANSWERER, CALLER, DIRECT, PUNCHED, RELAYED, Circuit, JoinCircuit, SocketAddress
@@ -40,7 +41,7 @@ class DirectTries:
         self._own: list[SocketAddress] = []
         self._chosen: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
         self._connections: set[Connection] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Background()
 
     async def dial_meeting(self, relay: Connection) -> list[SocketAddress]:
         """Connect ``relay`` to the meeting point. Return where the other end may reach this one, if no NAT is between.
@@ -62,9 +63,9 @@ class DirectTries:
         ``addresses``: of the other end, as ``CircuitJoined`` has them.
         """
         for address in dialable_untrusted(addresses, self._own):
-            self._start(self._dial(address))
+            self._tasks.start(self._dial(address), "wire.punching")
         if self._circuit.side == ANSWERER:
-            self._start(self._confirm(relay))
+            self._tasks.start(self._confirm(relay), "wire.punching")
             connection = await self._chosen
         else:
             connection = relay
@@ -82,15 +83,9 @@ class DirectTries:
         """End all tries, and the connections that were not detached."""
         for listener in self._listeners.values():
             await listener.close()
-        for task in self._tasks:
-            task.cancel()
         for connection in self._connections:
             connection.abort()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-
-    def _start(self, work: Coroutine[None, None, None]) -> None:
-        self._tasks.add(asyncio.get_running_loop().create_task(work, name="wire.punching"))
+        await self._tasks.stop()
 
     async def _dial(self, address: Address) -> None:
         while not self._chosen.done():
@@ -105,7 +100,7 @@ class DirectTries:
             connection.abort()
             return
         self._connections.add(connection)
-        self._start(self._confirm(connection))
+        self._tasks.start(self._confirm(connection), "wire.punching")
 
     async def _confirm(self, connection: Connection) -> None:
         """Choose ``connection``, if the other end of this circuit is there: on the answerer, if it was chosen there."""

@@ -23,11 +23,11 @@ from p2ptrain.cluster.split_model import TYPICAL_POSITIONS, conversation_positio
 from p2ptrain.compute.text import ChatFormat, ModelText
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.adapters import file_of, fingerprint, is_adapter, model_name, read_adapter, weights_of
+from p2ptrain.core.background import Background
 from p2ptrain.core.errors import ConfigError, NetworkError, ResourceError, UserError
 from p2ptrain.core.tensor_files import ADAPTER_CONFIG, TensorTable
 from p2ptrain.core.texts import human_bytes, printable
 from p2ptrain.core.world import Clock, World
-from roles.background import Background
 from roles.compute_thread import ComputeThread
 from roles.drafter.draft_server import MAX_SESSIONS, DraftServer
 from roles.engine import StageEngine

@@ -15,11 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from p2ptrain.core.activations import ID_BYTES, encode_ids
+from p2ptrain.core.background import Background
 from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.texts import printable
 from p2ptrain.core.world import World
-from roles.background import Background
 from roles.drafter.drafting import (
     OTHER_TOKENIZER,
     TOO_LONG,

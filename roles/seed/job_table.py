@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from p2ptrain.core.background import start_in
 from p2ptrain.core.errors import Refused
 from p2ptrain.core.texts import did_you_mean
 from ring import coordination as co
-from roles.background import start_in
 from roles.seed.checkpoints import checkpoint_id, checkpoints_event
 from roles.seed.job_history import StoredHistory, read_history
 from roles.seed.jobs import JobController, JobPorts

@@ -16,10 +16,10 @@ from contextlib import suppress
 from itertools import permutations
 from typing import Annotated, Any
 
+from p2ptrain.core.background import start_in
 from p2ptrain.core.errors import P2PTrainError, ProtocolError
 from p2ptrain.core.world import Clock
 from ring.planning.measurements import LinkQuality, Links
-from roles.background import start_in
 from roles.seed.peers import ConnectedPeer
 from wire.schema import Bound, Declared, Id, instance_untrusted
 

@@ -13,10 +13,10 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
+from p2ptrain.core.background import Background
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, ProtocolError, Refused
 from p2ptrain.core.texts import did_you_mean
 from ring.planning.measurements import known_link
-from roles.background import Background
 from roles.seed import events
 from roles.seed.admission import EnrolmentPolicy
 from roles.seed.events import Map, first_that_fit, newest_that_fit

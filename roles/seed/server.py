@@ -13,12 +13,12 @@ from dataclasses import asdict
 from functools import partial
 
 from configs.schema import Profile
+from p2ptrain.core.background import start_in
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.world import World
 from ring import coordination as co
 from ring.detector import FailureDetector
 from ring.view import View
-from roles.background import start_in
 from roles.circuits import MADE, OPEN
 from roles.seed.admission import Acceptor, EnrolmentPolicy
 from roles.seed.authority import Authority

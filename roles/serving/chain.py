@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
+from p2ptrain.core.background import Background
 from p2ptrain.core.errors import (
     ConnectionLost,
     NetworkError,
@@ -24,7 +25,6 @@ from p2ptrain.core.errors import (
 )
 from p2ptrain.core.serving import Sampling, check_positions
 from ring.planning.serving import replace_lost
-from roles.background import Background
 from roles.serving import chain_core as ev
 from roles.serving.chain_session import CLOSE_S, ChainSession, ChainTimes
 from roles.serving.local_model import CLOSE_REMEDY

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from p2ptrain.core.activations import decode_ids, encode_ids
+from p2ptrain.core.background import Background
 from p2ptrain.core.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -27,7 +28,6 @@ from p2ptrain.core.errors import (
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.texts import shortened
 from p2ptrain.core.world import World
-from roles.background import Background
 from roles.serving import chain_core as ev
 from roles.serving.chain_core import ChainSessionCore
 from roles.serving.model import MOST_PASSES, PassRequest, PassResult

@@ -16,6 +16,7 @@ from typing import Any
 
 from p2ptrain.compute import first_import
 from p2ptrain.core.activations import IDS, encode_ids
+from p2ptrain.core.background import Background
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, Refused, ResourceError
 from p2ptrain.core.serving import (
     BLOCK_POSITIONS,
@@ -29,7 +30,6 @@ from p2ptrain.core.serving import (
     round_to_blocks,
 )
 from p2ptrain.core.world import Clock
-from roles.background import Background
 from roles.compute_thread import ComputeThread
 from roles.engine import StageEngine
 from roles.pass_queue import SHARED_CHUNK, PassQueue

@@ -15,10 +15,10 @@ from functools import partial
 from typing import Any, Protocol
 
 from p2ptrain.compute.text import ASSISTANT, SYSTEM, TOOL, USER, ChatFormat, Conversation, ModelText, TextWriter, Turn
+from p2ptrain.core.background import Background
 from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, UserError
 from p2ptrain.core.serving import Sampling, TokenLogprob, token_logprobs
 from p2ptrain.core.world import World
-from roles.background import Background
 from roles.pass_queue import SHARED_CHUNK
 from roles.serving.constraints import Constraint, Submit, TokenTable
 from roles.serving.model import Decoding, ModelSession, PassOutcome, PassRequest, PassResult, ServedModel

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from p2ptrain.core.background import Background
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError, Refused
 from p2ptrain.core.world import World
-from roles.background import Background
 from roles.line import DIAL_S, QUIET_S, Line
 from roles.worker.stage_links import send_forward
 from wire.address import advertised_host

@@ -11,8 +11,8 @@ from contextlib import suppress
 from typing import Any, Self
 
 from p2ptrain.core.activations import ID_BYTES, decode_ids
+from p2ptrain.core.background import Background
 from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ProtocolError
-from roles.background import Background
 from roles.line import QUIET_S, Line
 from roles.serving.texts import TextPiece, TextRequest, Writing
 from roles.serving.worker_peer import ClientContext, WorkerAddress

@@ -17,10 +17,10 @@ from dataclasses import replace
 from math import inf
 
 from p2ptrain.core.activations import encode_ids
+from p2ptrain.core.background import Background
 from p2ptrain.core.errors import ConnectionLost, NetworkError, P2PTrainError, ProtocolError, Refused, UserError
 from p2ptrain.core.serving import Sampling
 from p2ptrain.core.texts import printable
-from roles.background import Background
 from roles.drafter.drafting import DraftVerdict, ids_untrusted
 from roles.gauges import MovingAverage
 from roles.line import QUIET_S, Line

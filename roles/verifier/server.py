@@ -14,6 +14,7 @@ from dataclasses import asdict
 import msgpack
 
 from p2ptrain.core.activations import encode_ids
+from p2ptrain.core.background import Background
 from p2ptrain.core.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -22,7 +23,6 @@ from p2ptrain.core.errors import (
     Refused,
     UserError,
 )
-from roles.background import Background
 from roles.line import QUIET_S, Line
 from roles.serving.texts import TextRequest, TextService, Writing, report_defect
 from wire import text_messages as wire

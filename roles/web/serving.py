@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from p2ptrain.core.background import Background
 from p2ptrain.core.disk import Disk, write_atomic
 from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.world import World
-from roles.background import Background
 from roles.http.access import MAKE_KEY, Keys, read_key
 from roles.http.server import serving
 from roles.seed.authority import Authority

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol, TypeAlias
 
+from p2ptrain.core.background import Background
 from p2ptrain.core.errors import P2PTrainError
-from roles.background import Background
 from roles.member import REPORT_S
 from roles.seed_link import Notify
 from wire.connection import Connection

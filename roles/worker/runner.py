@@ -10,6 +10,7 @@ import gc
 from functools import partial
 
 from configs.schema import Profile
+from p2ptrain.core.background import start_in
 from p2ptrain.core.errors import NeighbourAway, NetworkError, P2PTrainError, PeerError, ProtocolError
 from ring import member_events as ev
 from ring.job_member import JobMember, MemberPhase
@@ -18,7 +19,6 @@ from ring.token import Flag
 from ring.transaction import Transaction
 from ring.versions import VersionMember
 from ring.view import View
-from roles.background import start_in
 from roles.compute_thread import ComputeCall, HangDetector
 from roles.engine import WHOLE, Stage
 from roles.strategies import share_rule_of

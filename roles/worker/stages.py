@@ -28,8 +28,8 @@ from typing import Any
 
 import psutil
 
+from p2ptrain.core.background import Background
 from p2ptrain.core.errors import ConfigError, NetworkError, ProtocolError, Refused
-from roles.background import Background
 from roles.engine import BuildPart
 from roles.line import QUIET_S, Line
 from roles.worker.context import PeerContext

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
 
+from p2ptrain.core.background import Background
 from p2ptrain.core.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -27,7 +28,6 @@ from p2ptrain.core.errors import (
     StorageError,
 )
 from p2ptrain.core.texts import shortened
-from roles.background import Background
 from roles.line import QUIET_S, Line
 from wire.job_messages import RANGE_BYTES, RangeGone, RangeRequest
 from wire.messages import Message

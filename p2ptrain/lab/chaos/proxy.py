@@ -14,6 +14,8 @@ import struct
 from asyncio import StreamReader, StreamWriter
 from contextlib import suppress
 
+from p2ptrain.core.background import Background
+
 PIECE_BYTES = 64 << 10
 """Bytes that are forwarded at once. A slow link holds about this much of a connection before it stops reading."""
 
@@ -38,7 +40,7 @@ class Proxy:
         self._rate_bps = self._delay_s = 0.0
         self._skip_bytes: int | None = None
         self._ends: set[StreamWriter] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Background()
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -50,10 +52,7 @@ class Proxy:
         if self._server is not None:
             self._server.close()
         self._reset(*self._ends)
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.stop()
         if self._server is not None:
             await self._server.wait_closed()
 
@@ -81,9 +80,7 @@ class Proxy:
 
     def _accepted(self, reader: StreamReader, writer: StreamWriter) -> None:
         self._ends.add(writer)
-        task = asyncio.create_task(self._serve(reader, writer), name="proxy")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._serve(reader, writer), "proxy")
 
     async def _serve(self, near: StreamReader, to_near: StreamWriter) -> None:
         ends = [to_near]

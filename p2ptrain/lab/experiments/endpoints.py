@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from configs.loader import parse_toml
+from p2ptrain.core.background import Background
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import ConfigError, P2PTrainError, Refused
-from roles.background import Background
 from roles.web.app import Connect
 from roles.web.endpoints import Call, Endpoint, Fields, Page
 from wire.schema import Record

@@ -34,10 +34,14 @@ class Background:
         task.add_done_callback(self._done)
         return task
 
-    async def settle(self, *, timeout_s: float, but: asyncio.Task[Any] | None = None) -> None:
-        """Wait until all tasks except ``but`` have ended, for ``timeout_s`` at most."""
+    async def settle(self, *, timeout_s: float | None = None, but: asyncio.Task[Any] | None = None) -> None:
+        """Wait until all tasks except ``but`` have ended, for ``timeout_s`` at most; None: they end by themselves."""
         if waiting := self._tasks - {but, asyncio.current_task()}:
             await asyncio.wait(waiting, timeout=timeout_s)
+
+    def cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
 
     async def stop(self) -> None:
         waiting = self._tasks - {asyncio.current_task()}

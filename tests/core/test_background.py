@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from roles.background import start_in
+from p2ptrain.core.background import start_in
 
 
 async def test_a_group_that_ends_takes_no_more() -> None:
