@@ -307,7 +307,9 @@ def _validate(values: dict[str, object], places: dict[str, str]) -> Profile:
         raise ConfigError(f"{place}: {conflict.problem}", remedy=conflict.remedy)
     key = ".".join(str(part) for part in details["loc"][:2])
     problem = f"{key} = {_shown(details['input'])} {complaint(details)}"
-    description = " ".join((_FIELDS[key].description or "").split()) if key in _FIELDS else "a setting of a plugin"
+    description = "a plugin's setting is text, a number, true or false"
+    if key in _FIELDS:
+        description = " ".join((_FIELDS[key].description or "").split())
     raise ConfigError(f"{places[key]}: {problem}", remedy=f"{key}: {description}")
 
 

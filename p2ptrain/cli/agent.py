@@ -117,9 +117,9 @@ def _choose_model(url: str, models: list[str], wanted: str) -> str:
     """Raises ``UserError`` if there is no such model, or no only one."""
     listed = f"{url} has {', '.join(models) or 'no model yet'}"
     if (not wanted and len(models) != 1) or (wanted and wanted not in models):
-        raise UserError(
-            f"no model {wanted}: {listed}" if wanted else listed, remedy="name one of them: --model-name NAME"
-        )
+        remedy = f"{did_you_mean(wanted, models)}name one of them: --model-name NAME"
+        remedy = remedy if models else "start a verifier: p2ptrain join SEED --role verifier --model DIR"
+        raise UserError(f"no model {wanted}: {listed}" if wanted else listed, remedy=remedy)
     [model] = [wanted] if wanted else models
     if not re.fullmatch(r"\w[\w .:/@+-]*", model):  # settings of some agents are JSON or TOML
         raise UserError(f"an agent cannot be given a model with the name {model!r}", remedy="rename its directory")

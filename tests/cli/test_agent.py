@@ -143,7 +143,8 @@ def test_what_cannot_be_started_is_refused(
     monkeypatch.setattr(Endpoint, "models", ('x",y="',))
     assert "cannot be given a model with the name" in command("agent", "codex", *here).err
     monkeypatch.setattr(Endpoint, "models", ())
-    assert "has no model yet" in command("agent", "codex", *here).err
+    outcome = command("agent", "codex", *here)
+    assert ("has no model yet" in outcome.err, "start a verifier" in outcome.err) == (True, True)
 
 
 def test_agents_are_listed(command: Command, programs: Path) -> None:
