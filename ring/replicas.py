@@ -323,5 +323,5 @@ def describe_sizes(view: View, reports: Reports) -> str:
 def describe_view(view: View, before: View | None) -> str:
     absent = [member.name for member in before.members if view.rank_of(member.peer_id) is None] if before else []
     replicas = ("+".join(member.name for member in view.replica(rank)) for rank in range(0, view.size, view.stages))
-    text = f"{' → '.join(replicas)} train from step {view.step} (generation {view.generation})"
+    text = f"{' → '.join(replicas)}: training from step {view.step} (generation {view.generation})"
     return text + (f", without {', '.join(absent)}" if absent else "")

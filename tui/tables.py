@@ -224,7 +224,8 @@ class PeersPanel(TablePanel):
         peer = frame.store.peers.get(key)
         if peer is None or not self.is_cut:
             return []
-        parts = [peer.device, f"{fmt.size(peer.memory_bytes)} of {fmt.size(peer.memory_total_bytes)}"]
+        known = peer.memory_total_bytes > 0  # an absent peer reports none
+        parts = [peer.device, *([f"{fmt.size(peer.memory_bytes)} of {fmt.size(peer.memory_total_bytes)}"] * known)]
         parts += [_gpu(gpu) for gpu in peer.gpus]
         parts += [f"×{peer.share}"] if peer.share else []
         if peer.model:

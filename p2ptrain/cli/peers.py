@@ -60,7 +60,7 @@ def print_peers(found: list[PeerInfo], serving: Sequence[ServingInfo] = ()) -> N
             peer.device,
             number(peer.rtt_ms, ".1f"),
             f"{peer.tokens_per_s:,.0f}",
-            f"{human_bytes(peer.memory_bytes)} / {human_bytes(peer.memory_total_bytes)}",
+            f"{human_bytes(peer.memory_bytes)} / {human_bytes(total)}" if (total := peer.memory_total_bytes) else "-",
             *(_serving_cells(peer, [info for info in serving if info.peer == peer.id]) if serving else ()),
             *((str(peer.accepted), str(peer.refused), _describe_staleness(peer)) if pushes else ()),
             peer.place,
