@@ -1,10 +1,11 @@
-"""Messages that carry one HTTP request from the seed to a verifier, on a connection of its own (purpose ``http``)::
+"""Messages that carry one request to a verifier, on a connection of its own: an HTTP client's from the seed (purpose
+``http``), or a question for text from an operator (purpose ``generate``, ``wire.text_messages``)::
 
-    seed → verifier    HttpRequest, then one bulk frame (its body)
-    verifier → seed    HttpPart as the answer is written; or StreamRefused instead of any of them
+    caller → verifier    HttpRequest, then one bulk frame (its body)
+    verifier → caller    HttpPart as the answer is written; or StreamRefused instead of any of them
 
-The seed closes the connection after the last part, or earlier if its client leaves: then the verifier stops writing. It
-reads no faster than its client, and TCP slows down the verifier. Both sides send KeepAlive.
+The caller closes the connection after the last part, or earlier if it wants no more: then the verifier stops writing.
+The seed reads no faster than its client, and TCP slows down the verifier. Both sides send KeepAlive.
 """
 
 from __future__ import annotations

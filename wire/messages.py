@@ -27,7 +27,7 @@ from typing import Annotated, Any, ClassVar
 
 from wire.schema import Bound, Count, Declared, Host, Id, Port, Record
 
-PROTOCOL_VERSION = 24
+PROTOCOL_VERSION = 25
 MAX_TERM = 1 << 13
 """Limit of a seed's terms: a generation of term t is above t << 40, and every number must be below 2**53."""
 
@@ -67,8 +67,8 @@ class Hello(Message, kind=1):
             what the setting in its capability ``input`` names. ``probe``: tests whether a peer answers.
             ``enrol``: a newcomer to a seed, for a certificate. ``chain``: a client to a worker of a split model.
             ``stage``: a stage to the next one. ``model``, ``give``: to fetch and to send tensors
-            (``roles.worker.stages``). ``generate``: a client to a verifier. ``draft``: a verifier to a drafter.
-            ``http``: a seed to a verifier, with one request of an HTTP client.
+            (``roles.worker.stages``). ``generate``: a client to a verifier, with one question. ``draft``: a verifier to
+            a drafter. ``http``: a seed to a verifier, with one request of an HTTP client.
         job, generation: the view that the caller believes in; empty and 0 without one. For ``stage``: the session, and
             the index of the stage that is called. For ``model`` and ``give``: the model, and 0.
         port: where this peer listens for other peers; 0 if it does not.

@@ -1,11 +1,7 @@
 """Messages that carry text between a client and a verifier, and drafts between a verifier and its drafters.
 
-A client asks a verifier to continue a prompt or a chat::
-
-    client → verifier    TextQuestion, then one bulk frame (msgpack: a ``roles.serving.texts.TextRequest``)
-    verifier → client    QuestionAccepted, then PieceWritten as text is written, at the end TextWritten
-    verifier → client    StreamRefused instead of any of them
-    client → verifier    StreamClose: cancel
+A client asks a verifier to continue a prompt or a chat with an HttpRequest (``wire.http_messages``), whose body is a
+``roles.serving.texts.TextRequest`` in msgpack. Each HttpPart of the answer is a TextNews in msgpack.
 
 A drafter guesses the next tokens of a verifier's session::
 
@@ -17,11 +13,9 @@ A drafter guesses the next tokens of a verifier's session::
     seed → worker        DraftOrder
     verifier, drafter → seed   Serving
 
-On every idle connection both sides send KeepAlive. The ``stream`` in a frame's header is the number of the question or
-session, given by the side that opened it, so several may be open at once. The ``generation`` in the header of Drafts is
-the epoch, and in that of a Verdict its number.
-
-Token ids are int32, little-endian.
+On every idle connection both sides send KeepAlive. The ``stream`` in a frame's header is the number of the session,
+given by the verifier, so several may be open at once. The ``generation`` in the header of Drafts is the epoch, and in
+that of a Verdict its number. Token ids of drafts are int32, little-endian.
 """
 
 from __future__ import annotations
@@ -44,11 +38,11 @@ from p2ptrain.core.serving import Sampling
 from p2ptrain.core.texts import printable, shortened
 from wire.chain_messages import MAX_POSITIONS, Positions
 from wire.messages import Message, Silence
-from wire.schema import Amount, Bound, ContentIdOrNone, Count, Declared, Figure, Host, Id, Port, Share
+from wire.schema import Amount, Bound, ContentIdOrNone, Count, Declared, Figure, Host, Id, Port, Record, Share
 
 
 class StreamRefused(Message, kind=71):
-    """The text is not written or continued, or the session is not drafted for. Fields as in ``Refuse``.
+    """The request is not answered, or not to its end, or the session is not drafted for. Fields as in ``Refuse``.
 
     Attributes:
         retry_after_s: time after which another attempt may succeed; 0: unknown.
@@ -81,9 +75,9 @@ def encode_refusal(error: P2PTrainError) -> StreamRefused:
     return StreamRefused(shortened(code, 64), shortened(error.message), shortened(error.remedy), after_s)
 
 
-def error_untrusted(message: StreamRefused, who: str = "", more: str = "") -> P2PTrainError:
-    """A refusal as an error for people. ``more``: text to add. Never raises."""
-    text, remedy = f"{who}: " * bool(who) + printable(message.reason) + more, printable(message.remedy)
+def error_untrusted(message: StreamRefused) -> P2PTrainError:
+    """A refusal as an error for people. Never raises."""
+    text, remedy = printable(message.reason), printable(message.remedy)
     kind = _CODES.get(message.code)
     if kind is None or kind is ProtocolError:
         return Refused(printable(message.code, 64), text, remedy=remedy, retry_after_s=message.retry_after_s)
@@ -91,11 +85,9 @@ def error_untrusted(message: StreamRefused, who: str = "", more: str = "") -> P2
 
 
 class StreamClose(Message, kind=74):
-    """The sender wants no more of this text, or of this session's drafts."""
+    """The sender wants no more of this session's drafts."""
 
 
-MOST_BYTES = 4 << 20
-"""Largest question: a prompt of a million tokens."""
 MOST_PRIORITY = 1 << 31
 MOST_TURNS = 1024
 MOST_STOPS, STOP_CHARS = 16, 1024
@@ -103,31 +95,20 @@ MOST_MODELS, MODEL_CHARS = 16, 255
 """Most models of one verifier, and letters of a model's name."""
 
 
-class TextQuestion(Message, kind=69):
-    """Client to verifier: write the text that the bulk frame which follows asks for, with this model."""
+class TextNews(Record):
+    """The next part of a text.
 
-    model: Annotated[str, Bound(1, MODEL_CHARS)]
-    size_bytes: Annotated[int, Bound(1, MOST_BYTES)]
+    Attributes:
+        prompt_tokens, left_out: of the first part: length of the prompt, and turns that did not fit.
+        text, tokens: new text in whole characters, and the tokens since the last part.
+        ended, stats: of the last part: how the text ended, and figures by name.
+    """
 
-
-class QuestionAccepted(Message, kind=70):
-    """The text will be written. ``prompt_tokens``: length of the prompt; ``left_out``: turns that did not fit."""
-
-    prompt_tokens: Annotated[int, Bound(1, 2**53)]
-    left_out: Count
-
-
-class PieceWritten(Message, kind=72):
-    """New text, in whole characters, and the tokens (int32, little-endian) since the last piece."""
-
-    text: str
-    tokens: bytes
-
-
-class TextWritten(Message, kind=73):
-    """The text is complete. ``stats``: figures by name."""
-
-    ended: Annotated[str, Bound(pattern="stop|end|length|cancelled")]
+    prompt_tokens: Count = 0
+    left_out: Count = 0
+    text: str = ""
+    tokens: tuple[Annotated[int, Bound(0, 2**31 - 1)], ...] = ()
+    ended: Annotated[str, Bound(pattern="(stop|end|length|cancelled)?")] = ""
     stats: dict[str, Any] = field(default_factory=dict)
 
 

@@ -41,7 +41,7 @@ from roles.serving.worker_peer import ClientContext, WorkerAddress
 from roles.serving.worker_pool import workers_of
 from roles.verifier.drafters import Drafters
 from roles.verifier.http_app import HttpApp
-from roles.verifier.server import serve_texts
+from roles.verifier.server import text_app
 from roles.verifier.service import USUAL_SESSIONS, VerifierService
 from wire.address import format_address
 from wire.text_messages import MODEL_CHARS, MOST_MODELS, DrafterAddress, Serving
@@ -158,7 +158,7 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
                 drafters.update_list(listed)
 
         member.on_drafters(update_drafters)
-        member.answer("generate", partial(serve_texts, services))
+        member.answer("generate", partial(answer_request, text_app(services)))
         app = HttpApp(services, member.world, key=None, local=False)  # the seed has checked keys and pages
         stack.callback(app.stop)
         member.answer("http", partial(answer_request, app))

@@ -15,8 +15,9 @@ from p2ptrain.cli.placement import placement_map, print_split_facts, show_split_
 from p2ptrain.cli.text_options import TextOptions, newest_in, newest_of_job
 from p2ptrain.cluster.console import Console
 from p2ptrain.cluster.split_model import LEAVE_S, plan_split, within
-from p2ptrain.cluster.verifiers import dial_verifier
+from p2ptrain.cluster.verifiers import find_verifier
 from p2ptrain.compute.text import ModelText
+from p2ptrain.core.errors import Unreachable
 from p2ptrain.core.texts import printable
 from p2ptrain.core.world import real_world
 from roles.serving.model import ServedModel
@@ -99,7 +100,7 @@ async def text_source(
     """
     async with AsyncExitStack() as stack:
         if options.by_verifier:
-            yield await _of_verifier(stack, options)
+            yield await _of_verifier(options)
         elif directory is None:
             yield await _of_workers(stack, options, check, console, chats)
         else:
@@ -193,31 +194,31 @@ def show_unused_settings(text: ModelText) -> None:
 # --------------------------------------------------------------------------------------------- verifiers of a cluster
 
 
-async def _of_verifier(stack: AsyncExitStack, options: TextOptions) -> TextSource:
+async def _of_verifier(options: TextOptions) -> TextSource:
     wanted = options.seed, options.model_name
-    verifier = RedialledVerifier(*wanted, await dial_verifier(*wanted, options.verifier))
+    verifier = ChosenVerifier(*wanted, await find_verifier(*wanted, options.verifier))
     at = verifier.client.verifier
     context = "" if verifier.context is None else f"{verifier.context} tokens of context, "
     count = len(at.drafters)
     drafters = f"{count} drafter{'s' if count != 1 else ''}" if count else "no drafter is connected"
     identity = {"verifier": at.name, "model": at.model}
-    stack.push_async_callback(lambda: within(LEAVE_S, verifier.client.close()))
     return TextSource(verifier, f"{at.model} of the verifier {at.name}", context + drafters, identity)
 
 
-class RedialledVerifier:
-    """A ``TextService`` that dials its verifier again for the next text if it was lost."""
+class ChosenVerifier:
+    """A ``TextService``: a verifier. If it is not reached, the seed is asked where it is now."""
 
     def __init__(self, seed: str, model: str, client: VerifierClient) -> None:
         self.client, self._wanted = client, (seed, model)
         self.model, self.context = client.model, client.context
 
     async def write(self, request: TextRequest) -> RemoteText:
-        """As ``TextService.write``, and as ``dial_verifier``."""
-        if self.client.lost:
-            await self.client.close()
-            self.client = await dial_verifier(*self._wanted, self.client.verifier.name)
-        return await self.client.write(request)
+        """As ``TextService.write``, and as ``find_verifier``."""
+        try:
+            return await self.client.write(request)
+        except Unreachable:
+            self.client = await find_verifier(*self._wanted, self.client.verifier.name)
+            return await self.client.write(request)
 
 
 # ------------------------------------------------------------------------------------------------------------ figures

@@ -163,7 +163,7 @@ class AsyncClient:
 
     async def stream(self, text: str | Messages, **settings: Unpack[TextSettings]) -> AsyncGenerator[str, None]:
         """As ``generate``, or for messages as ``chat``, in pieces as they are written."""
-        from p2ptrain.cluster.verifiers import dial_verifier
+        from p2ptrain.cluster.verifiers import find_verifier
         from p2ptrain.compute.text import Turn
         from p2ptrain.core.serving import SamplingOptions
         from roles.serving.texts import TextRequest
@@ -178,12 +178,12 @@ class AsyncClient:
         limit = settings.get("max_new_tokens", 200)
         request = TextRequest(prompt, turns, limit, SamplingOptions(*options), stop=stops)
         chosen = settings.get("model", ""), settings.get("verifier", "")
-        verifier = await dial_verifier(self._seed, *chosen, self._state)
+        writing = await (await find_verifier(self._seed, *chosen, self._state)).write(request)
         try:
-            async for piece in await verifier.write(request):
+            async for piece in writing:
                 yield piece.text
         finally:
-            await verifier.close()
+            await writing.close()
 
 
 def _blocking(

@@ -1,4 +1,4 @@
-"""The verifiers of a cluster, which write text for whoever asks: one is chosen, and dialled."""
+"""The verifiers of a cluster, which write text for whoever asks: one is chosen."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from wire.records import ABSENT_STATES, ServingInfo
 _OTHER_WAYS = "or use a checkpoint of this machine: --checkpoint DIR, or --job JOB"
 
 
-async def dial_verifier(seed: str, model: str, name: str, state: Path | None = None) -> VerifierClient:
-    """Dial a verifier that the seed lists. ``name``, ``model``: as of ``choose_verifier``. ``state``: of
+async def find_verifier(seed: str, model: str, name: str, state: Path | None = None) -> VerifierClient:
+    """Choose a verifier that the seed lists. ``name``, ``model``: as of ``choose_verifier``. ``state``: of
     ``open_operator``.
 
     Raises:
         UserError: there is none, or the choice is ambiguous.
-        NetworkError, Refused: the seed or the verifier does not answer.
+        NetworkError, Refused: the seed does not answer.
     """
     try:
         access, client = await open_operator(seed, state=state)
@@ -39,7 +39,7 @@ async def dial_verifier(seed: str, model: str, name: str, state: Path | None = N
         text = f"no verifier is ready yet: {', '.join(loading)} still loads its model, or waits for workers"
         raise UserError(text, remedy=f"ask again in a moment; its terminal shows its progress; {_OTHER_WAYS}")
     context = ClientContext(real_world(access.network), access.peer_id or new_id(), operator_name(), access.host)
-    return await VerifierClient.dial(context, choose_verifier(verifiers, name, model))
+    return VerifierClient(context, choose_verifier(verifiers, name, model))
 
 
 def choose_verifier(verifiers: Sequence[ServingInfo], name: str, model: str = "") -> ServingInfo:

@@ -1,7 +1,7 @@
 """HTTP requests that one peer passes on to another, one on each connection (``wire.http_messages``).
 
-The seed asks (``pass_request``), and a verifier's ASGI application answers (``answer_request``). A peer that is lost is
-noticed at once if its socket closes, else by its silence.
+The seed or an operator asks (``pass_request``), and an ASGI application of a verifier answers (``answer_request``). A
+peer that is lost is noticed at once if its socket closes, else by its silence.
 """
 
 from __future__ import annotations

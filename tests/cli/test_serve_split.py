@@ -153,10 +153,9 @@ async def serving(
                 at = next((info for info in listed if info.is_ready), None)
                 await asyncio.sleep(0.05)
             context = ClientContext(real_world(cluster.network), "1" * 32, "client", cluster.address[0])
-            served.client = await VerifierClient.dial(context, at)
+            served.client = VerifierClient(context, at)
             served.draft()
             yield served
-            await served.client.close()
     finally:
         await cluster.close()
 
@@ -237,8 +236,7 @@ async def test_verifier_of_two_models_writes_with_the_one_that_is_named(tmp_path
             verifiers = [info for info in listed if info.role == "verifier" and info.is_ready]
         for at, tokens in zip(verifiers, expected, strict=True):
             context = ClientContext(real_world(served.cluster.network), "1" * 32, "client", served.cluster.address[0])
-            await served.client.close()
-            served.client = await VerifierClient.dial(context, at)
+            served.client = VerifierClient(context, at)
             assert (await served.ask(20, GREEDY))[0] == tokens
 
 

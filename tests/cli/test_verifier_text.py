@@ -18,8 +18,9 @@ import typer
 
 from p2ptrain.cluster.console import LEAVING, Console
 from p2ptrain.core.serving import Sampling
+from roles.http.passed_requests import answer_request
 from roles.serving.texts import TextRequest
-from roles.verifier.server import serve_texts
+from roles.verifier.server import text_app
 from tests.roles.verifier.doubles import ScriptedTarget, reference, service, text_of
 from wire.connection import Connection
 from wire.handshake import PeerServer, local_welcome, serve
@@ -93,7 +94,7 @@ class Verifier:
             "127.0.0.1",
             self.port,
             decide=decide,
-            serve=partial(serve_texts, [serving]),
+            serve=partial(answer_request, text_app([serving])),
             on_problem=lambda problem, _: None,
         )
         self.port = server.address[1]
@@ -218,9 +219,9 @@ def test_which_verifier(command: Command, fake_seed: Any, verifier: Verifier) ->
 
 
 def test_a_verifier_that_is_lost_in_mid_answer_and_comes_back(
-    command: Command, at: list[str], verifier: Verifier
+    command: Command, at: list[str], fake_seed: Any, verifier: Verifier
 ) -> None:
-    """What was said stays, and the question may be asked again: it dials the verifier again."""
+    """What was said stays, and the question may be asked again: the seed knows the verifier's new port."""
     question = "what is a ring?"
     killed = threading.Event()
 
@@ -234,7 +235,9 @@ def test_a_verifier_that_is_lost_in_mid_answer_and_comes_back(
     def then(line: int) -> None:
         if line == 1:
             verifier._thread.join(10)
-            verifier.start()
+            old, verifier.port = verifier.port, 0
+            assert verifier.start().port != old
+            fake_seed.answers["serving.list"] = {"serving": [verifier.record()]}
 
     verifier.target.before = before
     typed = Typed(f"{question}\n{question}\n/stats\n/quit\n", then)

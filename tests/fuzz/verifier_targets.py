@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import asdict
 
 import msgpack
@@ -15,17 +16,18 @@ from p2ptrain.core.world import real_world
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.serving.texts import TextRequest
 from roles.serving.worker_peer import ClientContext
-from roles.verifier.client import VerifierClient
+from roles.verifier.client import RemoteText, VerifierClient
 from roles.verifier.server import request_untrusted
 from wire import text_messages as wire
 from wire.connection import Connection
 from wire.handshake import local_welcome, serve
+from wire.http_messages import HttpPart, HttpRequest
 from wire.messages import Hello, KeepAlive, Message, Welcome
 from wire.records import ServingInfo
 from wire.text_messages import MOST_STOPS, MOST_TURNS
 
 from .engine import send_if_valid, target
-from .strategies import REAL, TEXT, WHOLE, made, mostly
+from .strategies import FREE, REAL, TEXT, WHOLE, made, mostly, mutated
 
 PORT = 5000
 
@@ -74,20 +76,24 @@ _AT = ServingInfo(id="v1/m", peer="v1", name="big one", role="verifier", host="t
 
 # --------------------------------------------------------------------------------------------------------- both of them
 
-_STREAM = mostly(st.just(1), st.sampled_from([2, 0, 7]))
-_PIECE = made(wire.PieceWritten, tokens=mostly(st.just(bytes(4)), st.binary(max_size=9)))
-_BEGUN = mostly(st.just([(wire.QuestionAccepted(3, 0), 1)]), st.just([]))
+_NEWS = st.fixed_dictionaries(
+    {},
+    optional={
+        "prompt_tokens": mostly(st.just(0), WHOLE),
+        "left_out": mostly(st.just(0), WHOLE),
+        "text": TEXT,
+        "tokens": st.lists(mostly(st.just(5), WHOLE), max_size=3),
+        "ended": mostly(st.sampled_from(["", "stop", "end", "length", "cancelled"]), TEXT),
+        "stats": st.dictionaries(TEXT, FREE, max_size=3),
+    },
+)
+_DATA = mutated(_NEWS.map(msgpack.packb), most=1)
+_BEGUN = mostly(st.just([HttpPart(msgpack.packb({"prompt_tokens": 3}), False, 200)]), st.just([]))
 _ANSWERS = st.lists(
-    st.tuples(
-        made(wire.QuestionAccepted, prompt_tokens=st.just(3), left_out=st.just(0))
-        | _PIECE
-        | _PIECE
-        | made(wire.TextWritten, ended=mostly(st.sampled_from(["stop", "end", "length", "cancelled"]), TEXT))
-        | made(wire.StreamRefused, code=mostly(st.sampled_from(["busy", "bad-request", "protocol-error"]), TEXT))
-        | made(wire.TextQuestion)
-        | st.just(KeepAlive()),
-        _STREAM,
-    ),
+    st.builds(HttpPart, _DATA, mostly(st.just(False), st.booleans()))
+    | made(wire.StreamRefused, code=mostly(st.sampled_from(["busy", "bad-request", "protocol-error"]), TEXT))
+    | made(HttpPart)
+    | st.just(KeepAlive()),
     max_size=6,
 )
 
@@ -95,13 +101,12 @@ _ANSWERS = st.lists(
 @target(
     "verifier-clients",
     st.tuples(_BEGUN, _ANSWERS).map(lambda both: [*both[0], *both[1]]),
-    "roles.verifier.client.VerifierClient._take_untrusted",
     "roles.verifier.client.RemoteText.take_untrusted",
     "wire.text_messages.error_untrusted",
     peak_bytes=8 << 20,
     weight=30,
 )
-async def _answered(said: list[tuple[Message, int]]) -> None:
+async def _answered(said: list[Message]) -> None:
     """A client whose verifier says anything: its text ends, or an error tells why it does not."""
     network = MemoryNetwork()
 
@@ -109,22 +114,25 @@ async def _answered(said: list[tuple[Message, int]]) -> None:
         return local_welcome(peer_id="v1", name="odd", wall=0.0)
 
     async def odd(connection: Connection, hello: Hello) -> None:
-        data = bytearray((await connection.expect(wire.TextQuestion, timeout_s=5)).size_bytes)
-        connection.post(memoryview(data), generation=0, stream=1, done=lambda: None)
-        for message, stream in said:
-            send_if_valid(connection, message, stream=stream)
+        data = bytearray((await connection.expect(HttpRequest, timeout_s=5)).size_bytes)
+        connection.post(memoryview(data), generation=0, stream=0, done=lambda: None)
+        for message in said:
+            send_if_valid(connection, message)
         await connection.flush(timeout_s=5)
 
     server = await serve(network, "there", PORT, decide=decide, serve=odd, on_problem=lambda problem, _: None)
-    client = await VerifierClient.dial(ClientContext(real_world(network), "c", "c", seed_host=""), _AT)
+    client = VerifierClient(ClientContext(real_world(network), "c", "c", seed_host=""), _AT)
+    text: RemoteText | None = None
     try:
         async with asyncio.timeout(900):
             text = await client.write(TextRequest(prompt="abc"))
             async for piece in text:
                 assert all(token >= 0 for token in piece.tokens)
             assert text.ended
+            json.dumps(text.stats(), allow_nan=False)
     except P2PTrainError:
         pass  # as it should be told
     finally:
-        await client.close()
+        if text is not None:
+            await text.close()
         await server.close()

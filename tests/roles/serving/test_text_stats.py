@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgpack
 import pytest
 
 from roles.serving.model import DecodingStats
@@ -15,9 +16,8 @@ from roles.serving.text_stats import (
     figures_of,
     sums_of,
 )
-from wire.codec import encode
-from wire.frame import CONTROL_FRAME_BYTES
-from wire.text_messages import TextWritten
+from wire.http_messages import PART_BYTES
+from wire.text_messages import TextNews
 
 
 def facts(peer_id: str, accepted: int = 0) -> DrafterFacts:
@@ -39,7 +39,7 @@ def test_figures_name_each_drafter_once_and_fit_a_message() -> None:
     said = stats.as_map(1.0, others)
     assert len(said["drafters"]) == MOST_DRAFTERS
     assert {each["accepted"] for each in said["drafters"]} == {5, 4, 3, 0}
-    assert len(encode(TextWritten("length", said))) < CONTROL_FRAME_BYTES
+    assert len(msgpack.packb(TextNews(ended="length", stats=said).to_map())) < PART_BYTES
 
 
 FACTS = [DrafterFacts(f"d{at}", "", "", 0.0, 200, 5, right) for at, right in ((1, 6), (2, 2))]
