@@ -17,7 +17,7 @@ from configs.schema import Profile, Sharded
 from p2ptrain.compute import first_import
 from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.ids import new_id
-from p2ptrain.core.plugins import installed
+from p2ptrain.core.plugins import MOST_OFFERED, installed
 from p2ptrain.core.serving import PartSpec
 from p2ptrain.core.text_files import STDLIB
 from roles.engine import WHOLE, Engine, PartBuilder, Stage
@@ -57,7 +57,7 @@ def capabilities(device: str) -> dict[str, Scalar]:
         "python": platform.python_version(),
         "cores": os.cpu_count() or 1,
         "memory_total_bytes": psutil.virtual_memory().total,
-        "plugins": ",".join(installed()),
+        "plugins": ",".join([*installed()][:MOST_OFFERED]),
     }
 
 

@@ -11,6 +11,7 @@ from p2ptrain.core.errors import ConfigError, UserError
 from p2ptrain.core.plugins import MOST_OFFERED, OFFER, installed, lacking, load, make
 from p2ptrain.core.text_files import find_files
 from ring.codecs import codec_named
+from roles.worker.build import capabilities
 
 MODULE = """
 from ring.codecs import Codec
@@ -111,3 +112,9 @@ def test_a_worker_must_install_what_it_lacks() -> None:
 def test_an_offer_is_bounded(offer: str) -> None:
     assert OFFER.fullmatch(offer) is None
     assert OFFER.fullmatch(",".join(["strategies:" + "a" * 32] * MOST_OFFERED))
+
+
+def test_a_worker_with_more_plugins_offers_the_first(tmp_path: Path) -> None:
+    points = "[p2ptrain.readers]\n" + "".join(f"reader{number} = mine_tested:Good\n" for number in range(200))
+    (tmp_path / "mine_tested-1.2.dist-info" / "entry_points.txt").write_text(points)
+    assert OFFER.fullmatch(str(capabilities("cpu")["plugins"]))
