@@ -576,9 +576,12 @@ class Profile(Table):
             for name in set(value if isinstance(value, list) else [value]).difference(built_in):
                 package = self.plugins.package_of(name)
                 if (package or built_in) and not re.fullmatch(plugins.PACKAGE, package):
-                    remedy = did_you_mean(name, built_in)
+                    installed = [entry for place, entry in plugins.installed().items() if place.startswith(kind)]
+                    here = {point.name: owner.split()[0] for point, owner in installed}
+                    remedy = "" if name in here else did_you_mean(name, [*built_in, *here])
                     remedy += f"built in are {', '.join(built_in) or 'those of transformers'}; for a plugin say its "
-                    remedy += f"package, such as plugins.{name}.package = 'mine' or 'mine==1.2'"
+                    mine = here.get(name, "mine")
+                    remedy += f"package, such as plugins.{name}.package = '{mine}' or '{mine}==1.2'"
                     raise _conflict(self, key, why=f"{name!r} is not known", remedy=remedy)
                 found |= {f"{kind}:{name}": package} if package and kind != "trackers" else {}
         return found

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from configs.loader import load_settings
 from p2ptrain.core.errors import ConfigError, UserError
 from p2ptrain.core.plugins import MOST_OFFERED, OFFER, installed, lacking, load, make
 from p2ptrain.core.text_files import find_files
@@ -98,6 +100,15 @@ def test_a_codec_is_tried_before_a_step_needs_it() -> None:
 def test_a_reader_without_suffixes_is_named_with_its_package(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"the plugin readers:bare of Mine.Tested 1\.2 failed: AttributeError"):
         find_files(str(tmp_path), "bare")
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("goood", "did you mean good?"), ("good", r"plugins\.good\.package = 'Mine\.Tested'")]
+)
+def test_an_unknown_name_is_compared_with_the_plugins_of_this_machine(name: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings("tiny", {"ring.codec": name})
+    assert re.search(remedy, caught.value.remedy)
 
 
 def test_a_worker_must_install_what_it_lacks() -> None:
