@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
@@ -119,34 +120,27 @@ class RingOperations:
 
     def all_reduce(self, array: Array, dtype: str, reduction: str, timeout_s: float, done: Done) -> Future[int]:
         stored, how, finish = self._reduced(array, dtype, reduction, done)
-        return self._begin(
-            lambda: self.session.submit(stored, dtype, reduction=how, patience_s=min(timeout_s, self.patience_s)),
-            lambda: finish(stored),
-        )
+        begin = partial(RingSession.submit, buffer=stored, dtype=dtype, reduction=how)
+        return self._begin(begin, timeout_s, finish)
 
     def reduce_scatter(
         self, source: Array, into: Array, dtype: str, reduction: str, timeout_s: float, done: Done
     ) -> Future[int]:
         stored, how, finish = self._reduced(into, dtype, reduction, done)
-        return self._begin(
-            lambda: self.session.reduce_scatter(
-                source.view(stored.dtype), stored, dtype, reduction=how, patience_s=min(timeout_s, self.patience_s)
-            ),
-            lambda: finish(stored),
-        )
+        source = source.view(stored.dtype)
+        begin = partial(RingSession.reduce_scatter, source=source, into=stored, dtype=dtype, reduction=how)
+        return self._begin(begin, timeout_s, finish)
 
     def all_gather(self, array: Array, timeout_s: float, done: Done) -> Future[int]:
-        return self._begin(lambda: self.session.gather(array, patience_s=min(timeout_s, self.patience_s)), done)
+        return self._begin(partial(RingSession.gather, buffer=array), timeout_s, done)
 
     def broadcast(self, array: Array, root: int, timeout_s: float, done: Done) -> Future[int]:
-        return self._begin(
-            lambda: self.session.broadcast(array, root, patience_s=min(timeout_s, self.patience_s)), done
-        )
+        return self._begin(partial(RingSession.broadcast, buffer=array, root=root), timeout_s, done)
 
     def exchange(
         self, sends: Sequence[GroupMessage], receives: Sequence[GroupMessage], timeout_s: float, done: Done
     ) -> Future[int]:
-        def begin() -> asyncio.Future[Any]:
+        def begin(session: RingSession, *, patience_s: float) -> asyncio.Future[Any]:
             direct = self._direct
             if direct is None:
                 raise ValueError("this group has no messages between members, only collective operations")
@@ -154,25 +148,23 @@ class RingOperations:
             begun += [direct.receive(item.array, item.peer, item.tag, timeout_s=timeout_s) for item in receives]
             return asyncio.gather(asyncio.sleep(0, -1), *begun)
 
-        return self._begin(begin, done)
+        return self._begin(begin, timeout_s, done)
 
-    def _reduced(
-        self, array: Array, dtype: str, reduction: str, done: Done
-    ) -> tuple[Array, np.ufunc, Callable[[Array], None]]:
+    def _reduced(self, array: Array, dtype: str, reduction: str, done: Done) -> tuple[Array, np.ufunc, Done]:
         """The array as elements of its type, the ring's reduction, and what follows it. Raises ``ValueError``."""
-        mean = reduction == "avg"
+        mean, stored = reduction == "avg", array.view(storage_dtype(dtype))
         if mean and "float" not in dtype:
             raise ValueError(f"a mean (avg) is for floating-point elements, these are {dtype}")
 
-        def finish(stored: Array) -> None:
+        def finish() -> None:
             if mean:
                 divide(stored, self.session.size, dtype)
             done()
 
-        return array.view(storage_dtype(dtype)), REDUCTIONS["sum" if mean else reduction], finish
+        return stored, REDUCTIONS["sum" if mean else reduction], finish
 
-    def _begin(self, begin: Callable[[], asyncio.Future[Any]], done: Done) -> Future[int]:
-        """Begin an operation on the loop's thread. Calls of one thread are begun in their order."""
+    def _begin(self, begin: Callable[..., asyncio.Future[Any]], timeout_s: float, done: Done) -> Future[int]:
+        """Begin an operation of the session on the loop's thread. Calls of one thread are begun in their order."""
         result: Future[int] = Future()
         result.set_running_or_notify_cancel()
 
@@ -187,7 +179,8 @@ class RingOperations:
 
         def run() -> None:
             try:
-                begin().add_done_callback(ended)
+                patience_s = min(timeout_s, self.patience_s)
+                begin(self.session, patience_s=patience_s).add_done_callback(ended)
             except Exception as error:  # noqa: BLE001 - carried to the caller
                 result.set_exception(error)
 
