@@ -124,8 +124,7 @@ def free_memory_bytes(device: str) -> int:
         library, handle = found
         with contextlib.suppress(library.NVMLError):
             return int(library.nvmlDeviceGetMemoryInfo(handle).free)
-    available, left = int(psutil.virtual_memory().available), memory_left_bytes()
-    return available if left is None else min(available, left)
+    return memory_left_bytes(int(psutil.virtual_memory().available))
 
 
 def _gpu_reader() -> Callable[[], list[GpuInfo]] | None:

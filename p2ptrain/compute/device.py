@@ -194,8 +194,7 @@ def available_bytes(device: ComputeDevice) -> int:
 
 def _host_available() -> int:
     """Free memory of the machine, or of the container (cgroup v2) if that is less."""
-    available, left = int(psutil.virtual_memory().available), memory_left_bytes()
-    return available if left is None else min(available, left)
+    return memory_left_bytes(int(psutil.virtual_memory().available))
 
 
 HOST = ComputeDevice(torch.device("cpu"), f"this machine ({os.cpu_count()} cores)")

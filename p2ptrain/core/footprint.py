@@ -30,13 +30,13 @@ GATHERED = 5
 gradient, and that for the members."""
 
 
-def memory_left_bytes() -> int | None:
-    """Bytes that this process's control group (cgroup v2) may still allocate; None without a limit."""
+def memory_left_bytes(available: int) -> int:
+    """The part of a machine's ``available`` bytes that this process's control group (cgroup v2) may allocate."""
     try:
         with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            return max(0, int(limit.read()) - int(used.read()))
+            return max(0, min(available, int(limit.read()) - int(used.read())))
     except (OSError, ValueError):  # no container, or "max": no limit
-        return None
+        return available
 
 
 def layers_kept_bytes(
