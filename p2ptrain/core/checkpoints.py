@@ -247,7 +247,7 @@ class CheckpointStore:
         return self._root / f"{_OLD}{target.name}"
 
     def _remove(self, path: Path) -> None:
-        dead = self._disk.fresh_path(self._root / f"{_DEAD}{path.name}")
+        dead = self._disk.fresh_path(self._root / _DEAD)
         self._disk.rename(path, dead)
         self._disk.sync_dir(self._root)
         self._disk.remove_tree(dead)
@@ -262,9 +262,7 @@ class CheckpointStore:
                 self._disk.rename(path, original)
                 self._disk.sync_dir(self._root)
             else:
-                dead = self._disk.fresh_path(self._root / _DEAD)
-                self._disk.rename(path, dead)
-                self._disk.remove_tree(dead)
+                self._remove(path)
 
 
 def verify_checkpoint(disk: Disk, entry: CheckpointEntry) -> None:

@@ -316,15 +316,13 @@ class Authority:
 
         ``entropy``: as of a ``World``; for tickets and serial numbers. Keys are always the operating system's.
         """
-        disk.make_dir(directory)
-        disk.set_mode(directory, 0o700)  # the directory may have existed before
-        if CA_FILE not in disk.list_dir(directory):
-            key_pem, ca_pem = new_authority(f"p2ptrain {name}", now=now)
-            keep_files(disk, directory, {KEY_FILE: key_pem, CA_FILE: ca_pem})
+        found = disk.list_dir(directory)
+        made = () if CA_FILE in found else new_authority(f"p2ptrain {name}", now=now)
+        keep_files(disk, directory, dict(zip((KEY_FILE, CA_FILE), made, strict=False)))
         key_pem = disk.read(directory / KEY_FILE, max_bytes=_MAX_PEM_BYTES)
         ca_pem = disk.read(directory / CA_FILE, max_bytes=_MAX_PEM_BYTES)
         records, path = AuthorityState(), directory / BOOK_FILE
-        if path.name in disk.list_dir(directory):
+        if path.name in found:
             try:
                 records = AuthorityState.from_json(disk.read(path, max_bytes=_MAX_BOOK_BYTES))
             except StorageError as error:
@@ -474,7 +472,7 @@ def keep_files(disk: Disk, directory: Path, files: Mapping[str, bytes]) -> None:
     if unknown := files.keys() - {KEY_FILE, BOOK_FILE, CA_FILE}:
         raise ProtocolError(f"unknown file {min(unknown)[:40]!r} among the authority's files")
     disk.make_dir(directory)
-    disk.set_mode(directory, 0o700)
+    disk.set_mode(directory, 0o700)  # the directory may have existed before
     for name in (KEY_FILE, BOOK_FILE, CA_FILE):
         if name in files:
             write_atomic(disk, directory / name, files[name], private=name != CA_FILE)
