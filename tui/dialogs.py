@@ -33,10 +33,8 @@ class PromptScreen(ModalScreen[tuple[str, str]]):
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog") as dialog:
-            dialog.border_title, dialog.border_subtitle = (
-                escape(self._title),
-                "↑ ↓ enter  │  esc closes" if self._choices else self._about,
-            )
+            dialog.border_title = escape(self._title)
+            dialog.border_subtitle = "↑ ↓ enter  │  esc closes" if self._choices else self._about
             with VerticalScroll() as scroll:
                 scroll.anchor()
                 yield Static(self._about, markup=False)

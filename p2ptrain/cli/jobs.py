@@ -234,22 +234,12 @@ def print_jobs(found: list[JobInfo]) -> None:
     columns = ("ID", "NAME", "STATE", "STEP", "OF", "LOSS", "VAL LOSS", "TOKENS/S", "MEMBERS", "CREATED")
     figures = ("STEP", "OF", "LOSS", "VAL LOSS", "TOKENS/S", "MEMBERS")
     less = ("CREATED", "MEMBERS", "VAL LOSS", "TOKENS/S", "OF")
-    print_table(columns, [_job_row(job) for job in found], right=figures, less=less, cut=("NAME",))
-
-
-def _job_row(job: JobInfo) -> tuple[str, ...]:
-    return (
-        job.id,
-        job.name,
-        job.state,
-        str(job.step),
-        str(job.steps_total),
-        number(job.loss),
-        number(job.val_loss),
-        number(job.tokens_per_s, ",.0f"),
-        str(len(job.members)),
-        human_time(job.created_at),
-    )
+    rows = []
+    for job in found:
+        loss, val_loss, speed = number(job.loss), number(job.val_loss), number(job.tokens_per_s, ",.0f")
+        progress = (job.state, str(job.step), str(job.steps_total), loss, val_loss, speed)
+        rows.append((job.id, job.name, *progress, str(len(job.members)), human_time(job.created_at)))
+    print_table(columns, rows, right=figures, less=less, cut=("NAME",))
 
 
 @app.command()

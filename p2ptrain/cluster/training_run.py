@@ -413,13 +413,12 @@ class TrainingRun:
             self._on_served(self._served)
         else:
             self.view.show_served("\n".join(["from another terminal:", *commands]))
-        verifier, drafter = cluster.peers[VERIFIER], cluster.peers[DRAFTER]
-
-        def go_on_alone(child: PeerProcess) -> None:
-            self._report("warning", f"{child.failure().message}; the verifier continues without it")
-
-        needed = [cluster.seed, verifier]
-        await cluster.while_alive(asyncio.Event().wait(), needed=needed, others=[drafter], on_end=go_on_alone)
+        await cluster.while_alive(
+            asyncio.Event().wait(),
+            needed=[cluster.seed, cluster.peers[VERIFIER]],
+            others=[cluster.peers[DRAFTER]],
+            on_end=lambda end: self._report("warning", f"{end.failure().message}; the verifier continues without it"),
+        )
 
 
 # ----------------------------------------------------------------------------------------------- the seed's records
