@@ -247,17 +247,9 @@ def _builder(
     builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
     builder = builder.add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer), critical=False)
     builder = builder.add_extension(x509.BasicConstraints(ca=ca, path_length=0 if ca else None), critical=True)
-    usage = x509.KeyUsage(
-        digital_signature=not ca,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=ca,
-        crl_sign=ca,
-        encipher_only=False,
-        decipher_only=False,
-    )
+    never = ["content_commitment", "key_agreement", "encipher_only", "decipher_only"]
+    never += ["key_encipherment", "data_encipherment"]
+    usage = x509.KeyUsage(not ca, **dict.fromkeys(never, False), key_cert_sign=ca, crl_sign=ca)
     return builder.add_extension(usage, critical=True)
 
 

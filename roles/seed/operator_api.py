@@ -281,9 +281,7 @@ class ClusterRequests:
     async def _events_list(self, params: Params, connection: Connection) -> Result:
         after = whole_of(params, "after_id", 0, -MAX_ROWS, 2**53)
         limit = whole_of(params, "limit", MAX_ROWS, 1, MAX_ROWS)
-        if after < 0:  # so many of the newest ones
-            last = await self._ports.store.call(Records.last_event_id)
-            found = await self._ports.store.call(Records.events, last + after, limit)
-            return {"events": newest_that_fit(event.to_map() for event in found)}
+        choose = newest_that_fit if after < 0 else first_that_fit
+        after += await self._ports.store.call(Records.last_event_id) if after < 0 else 0  # so many of the newest ones
         found = await self._ports.store.call(Records.events, after, limit)
-        return {"events": first_that_fit(event.to_map() for event in found)}
+        return {"events": choose(event.to_map() for event in found)}
