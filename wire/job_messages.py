@@ -33,9 +33,8 @@ MAX_SENDERS = 64
 MAX_CHANGES = 64
 MAX_WINDOWS = 2**40
 MAX_SUB_CHUNK_BYTES = 64 << 20
-LONGEST_SILENCE_S = 86_400.0
 
-_Silence = Annotated[float, Bound(0, LONGEST_SILENCE_S)]
+_Silence = Annotated[float, Bound(0, 86_400.0)]
 _Finite = Annotated[float, Bound(-sys.float_info.max, sys.float_info.max)]
 _Name = Annotated[str, Bound(0, 128)]
 

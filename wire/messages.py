@@ -31,9 +31,9 @@ PROTOCOL_VERSION = 25
 MAX_TERM = 1 << 13
 """Limit of a seed's terms: a generation of term t is above t << 40, and every number must be below 2**53."""
 
-SHORTEST_SILENCE_S, LONGEST_SILENCE_S = 0.1, 600.0
-"""Bounds of the silence on which the two sides of a connection may agree."""
-Silence = Annotated[float, Bound(SHORTEST_SILENCE_S, LONGEST_SILENCE_S)]
+LONGEST_SILENCE_S = 600.0
+Silence = Annotated[float, Bound(0.1, LONGEST_SILENCE_S)]
+"""The silence on which the two sides of a connection may agree."""
 
 Scalar = str | int | float | bool | None
 """Allowed values of a free-form map."""
