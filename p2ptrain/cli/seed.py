@@ -189,8 +189,9 @@ async def _serve(options: SeedOptions, first_job: Profile | None, *, encrypted: 
         if listening.ticket is not None:
             _warn_of_addresses(console, options.host, bound, addresses_for_others())
             if not (options.no_discovery or is_loopback(bound)):
-                name, warn = listening.seed.overview.cluster_info().name, partial(console.event, "warning")
-                announcing = asyncio.create_task(announce(name, listening.ticket.pin, bound, port, warn), name="mdns")
+                name = listening.seed.overview.cluster_info().name
+                work = announce(name, listening.ticket.pin, bound, port, console.event)
+                announcing = asyncio.create_task(work, name="mdns")
                 stack.callback(announcing.cancel)  # the loop awaits its farewell
         await unless_stopped(stop, _make_first_job(near, options, first_job, console))
         await stop.wait()

@@ -146,10 +146,10 @@ async def _answering_address(seed: FoundSeed) -> str:
     return seed.addresses[0]  # who dials it reports why
 
 
-async def announce(name: str, pin: bytes, host: str, port: int, warn: Callable[[str], None]) -> None:
+async def announce(name: str, pin: bytes, host: str, port: int, report: Callable[[str, str], None]) -> None:
     """Announce a seed that listens on ``host:port`` until cancelled, anew when this machine's addresses change.
 
-    ``warn``: called if it cannot be announced.
+    ``report``: takes a level and a text, once it is announced, or if it cannot be.
     """
     from zeroconf import Error, InterfaceChoice, IPVersion, ServiceInfo
     from zeroconf.asyncio import AsyncZeroconf
@@ -163,7 +163,9 @@ async def announce(name: str, pin: bytes, host: str, port: int, warn: Callable[[
         try:
             async with AsyncZeroconf(InterfaceChoice.All if anywhere else [host], ip_version=IPVersion.All) as network:
                 await (await network.async_register_service(info, allow_name_change=True))
+                report("info", "on this network `p2ptrain join` finds it without an address")
                 while not anywhere or addresses == addresses_for_others()[:MAX_ADDRESSES]:  # noqa: ASYNC110
                     await asyncio.sleep(LOOK_S)
         except (OSError, Error) as error:
-            return warn(f"`p2ptrain join` needs this seed's address, because it cannot be announced here: {error}")
+            text = f"`p2ptrain join` needs this seed's address, because it cannot be announced here: {error}"
+            return report("warning", text)

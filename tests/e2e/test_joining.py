@@ -60,6 +60,7 @@ async def test_a_new_machine_finds_the_seed_and_joins_with_a_code(machine: Any, 
     serve = ("seed", "--host", "0.0.0.0", "--no-job")
     seed = await machine.start(*serve, "--name", "studio", network=here, **at("here"))
     await seed.until("p2ptrain join 10.88.0.1:7337/")
+    await seed.until("finds it without an address")
     code, text = await join("--wait", "0")
     assert (code, "found studio at 10.88.0.1:7337" in text, "ticket code" in text) == (2, True, True), text
     code, text = await join("--no-discovery", "--wait", "0")
@@ -99,7 +100,7 @@ async def test_a_new_machine_finds_the_seed_and_joins_with_a_code(machine: Any, 
     assert (code, "no code is open" in text) == (4, True), text
 
     twin = await machine.start(*serve, "--name", "attic", network=elsewhere, **at("elsewhere"))
-    await twin.until("p2ptrain join 10.88.0.3:7337/")
+    await twin.until("finds it without an address")
     code, text = await join()
     assert (code, "2 seeds are on this network: attic at 10.88.0.3:7337" in text) == (2, True), text
     assert [await twin.interrupt(), await seed.interrupt()] == [0, 0]

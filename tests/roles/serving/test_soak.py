@@ -32,7 +32,7 @@ pytestmark = pytest.mark.virtual_time
 
 REQUESTS = int(os.environ.get("P2PTRAIN_SOAK", "0"))
 CONTEXT = 512
-BLOCKS = 7
+BLOCKS = 6
 """Memory of the whole model: less than two of the longest texts need."""
 
 
