@@ -26,9 +26,9 @@ demo: $(VENV)/.installed ## train a small model on this machine with two workers
 	$(BIN)/p2ptrain generate "$(PROMPT)" --tokens 200 --temperature 0.6 --checkpoint $(DEMO_STATE)
 
 # Three groups at a time, which take about as long. Real processes wait the most, so some that compute are with them.
-PROCESSES := tests/fuzz tests/e2e tests/net tests/tui $(wildcard tests/compute/test_c[ao]*.py) tests/compute/test_part_trainer.py
+PROCESSES := tests/fuzz tests/e2e tests/net tests/tui tests/roles/web $(wildcard tests/compute/test_c[ao]*.py) tests/compute/test_part_trainer.py
 COMPUTING := $(filter-out $(PROCESSES),$(wildcard tests/compute/test_*.py)) \
-	$(filter-out %/__pycache__,$(patsubst %/,%,$(wildcard tests/roles/*/))) tests/sim
+	$(filter-out $(PROCESSES) %/__pycache__,$(patsubst %/,%,$(wildcard tests/roles/*/))) tests/sim
 WAITING := $(wildcard tests/roles/test_*.py) \
 	$(filter-out tests/compute tests/roles tests/sim $(PROCESSES) %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 

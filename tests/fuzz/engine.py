@@ -23,6 +23,8 @@ from wire.connection import Connection
 from wire.messages import Message
 
 SUFFIX = "_untrusted"
+MEASUREMENTS = 5
+"""Attempts to stay below a target's bound of memory: a parser that needs more exceeds it each time."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +102,9 @@ def run(target: Target, *, examples: int, seed_number: int, tally: Tally, watch:
         try:
             watched = watch and not tally.called.issuperset(target.parsers)
             with _calls_noted(tally.called) if watched else nullcontext():
-                peak_bytes = _measured(target, case)
-                if peak_bytes > target.peak_bytes:  # a table of the interpreter's own may grow in any call: once
-                    peak_bytes = _measured(target, case)
+                for _ in range(MEASUREMENTS):  # tables of the interpreter grow in any call, and other threads allocate
+                    if (peak_bytes := _measured(target, case)) <= target.peak_bytes:
+                        break
             assert peak_bytes <= target.peak_bytes, f"{peak_bytes} bytes allocated, {target.peak_bytes} are allowed"
         except Exception:
             tally.minimal = case  # the last one to fail is the one that could not be made smaller

@@ -11,15 +11,20 @@ from .targets import parsers
 
 SEED = int(os.environ.get("P2PTRAIN_FUZZ_SEED", "1"))
 EXAMPLES = 60
+ROUNDS = 4
+"""Rounds in which all parsers of a target must be reached. What is drawn depends on the imported modules, too."""
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_nothing_but_the_documented_error_and_bounded_memory(target: Target):
     tally = Tally()
     examples = min(EXAMPLES, target.weight)
-    if not run(target, examples=examples, seed_number=SEED, tally=tally, watch=True):
-        pytest.fail(f"{tally.failure!r}\nminimal case: {tally.minimal!r}\nP2PTRAIN_FUZZ_SEED={SEED}")
-    assert set(target.parsers) <= tally.called, f"not all that it lists were called; P2PTRAIN_FUZZ_SEED={SEED}"
+    for seed in range(SEED, SEED + ROUNDS):
+        if not run(target, examples=examples, seed_number=seed, tally=tally, watch=True):
+            pytest.fail(f"{tally.failure!r}\nminimal case: {tally.minimal!r}\nP2PTRAIN_FUZZ_SEED={seed}")
+        if tally.called.issuperset(target.parsers):
+            return
+    pytest.fail(f"not all that it lists were called; P2PTRAIN_FUZZ_SEED={SEED}")
 
 
 def test_every_parser_has_a_target():
