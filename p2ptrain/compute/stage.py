@@ -71,6 +71,8 @@ class StageSpec:
                 f"bounds {bounds} do not cut {layers} layers into parts",
                 remedy="correct pipeline.cuts, or leave it out",
             )
+        if not 0 <= self.stage < len(self.bounds) - 1:
+            raise ConfigError(f"there is no stage {self.stage} with bounds {bounds}")
         return self.parts[self.stage]
 
 

@@ -270,6 +270,8 @@ def test_arithmetic_in_bf16_is_that_of_one_process(text_file: Path, precision: s
         (StageSpec(0, (0, 2)), "do not cut 4 layers"),
         (StageSpec(0, (1, 4)), "do not cut 4 layers"),
         (StageSpec(0, (0, 2, 2, 4)), "do not cut 4 layers"),
+        (StageSpec(2, (0, 2, 4)), "no stage 2"),
+        (StageSpec(-1, (0, 2, 4)), "no stage -1"),
     ],
 )
 def test_bad_stages_are_refused(text_file: Path, spec: StageSpec, what: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,8 +165,9 @@ def test_bad_rows_are_left_out_counted_and_named(tmp_path: Path) -> None:
         f"6 of 26 rows of the data are left out: {path}:8 is not JSON; {path}:9 has no text under 'text'; "
         f"{path}:10 has no text under 'text'; and 3 more"
     )
-    with pytest.raises(UserError, match=r"x\.jsonl:8 is not JSON; 6 of 26 rows .* 0.2 allows 5") as caught:
+    with pytest.raises(UserError) as caught:
         corpus_of(path, bad_rows=0.2)
+    assert re.search(r"x\.jsonl:8 is not JSON; 6 of 26 rows .* 0.2 allows 5$", caught.value.message)
     assert "data.bad_rows" in caught.value.remedy
 
 
