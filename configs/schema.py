@@ -576,13 +576,7 @@ class Profile(Table):
             for name in set(value if isinstance(value, list) else [value]).difference(built_in):
                 package = self.plugins.package_of(name)
                 if (package or built_in) and not re.fullmatch(plugins.PACKAGE, package):
-                    installed = [entry for place, entry in plugins.installed().items() if place.startswith(kind)]
-                    here = {point.name: owner.split()[0] for point, owner in installed}
-                    remedy = "" if name in here else did_you_mean(name, [*built_in, *here])
-                    remedy += f"built in are {', '.join(built_in) or 'those of transformers'}; for a plugin say its "
-                    mine = here.get(name, "mine")
-                    remedy += f"package, such as plugins.{name}.package = '{mine}' or '{mine}==1.2'"
-                    raise _conflict(self, key, why=f"{name!r} is not known", remedy=remedy)
+                    raise _unknown_name(self, kind, name)
                 found |= {f"{kind}:{name}": package} if package and kind != "trackers" else {}
         return found
 
@@ -809,6 +803,18 @@ _PLUGGED = {
     "models": ("model.architecture", ()),  # transformers knows them
 }
 """Kind of plugins → the setting that names them, and the names that are built in."""
+
+
+def _unknown_name(profile: Profile, kind: str, name: str) -> Conflict:
+    """The error of a name that is neither built in nor that of a plugin with a package."""
+    key, built_in = _PLUGGED[kind]
+    installed = [entry for place, entry in plugins.installed().items() if place.startswith(kind)]
+    here = {point.name: owner.split()[0] for point, owner in installed}
+    remedy = "" if name in here else did_you_mean(name, [*built_in, *here])
+    remedy += f"built in are {', '.join(built_in) or 'those of transformers'}; for a plugin say its "
+    mine = here.get(name, "mine")
+    remedy += f"package, such as plugins.{name}.package = '{mine}' or '{mine}==1.2'"
+    return _conflict(profile, key, why=f"{name!r} is not known", remedy=remedy)
 
 
 def _check_need(profile: Profile, key: str, other: str, allowed: tuple[Any, ...], why: str) -> None:
