@@ -40,7 +40,7 @@ HOMES = ("home-1", "home-2", "home-3")
 
 
 @pytest.fixture
-async def apart(tmp_path: Path) -> AsyncIterator[Cluster]:
+async def apart(tmp_path: Path, never_hung: None) -> AsyncIterator[Cluster]:
     network = MemoryNetwork()
     network.closed |= set(HOMES)
     made = Cluster(tmp_path, network, host="seed", encrypted=True)
