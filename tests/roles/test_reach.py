@@ -15,6 +15,7 @@ from configs.schema import Profile
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.world import LoopClock, World
 from p2ptrain.lab.memory import MemoryNetwork
+from ring.token import balance_counts
 from roles.circuits import MADE, OPEN
 from roles.member import ServingMember
 from roles.seed.run import serving_seed
@@ -40,7 +41,9 @@ HOMES = ("home-1", "home-2", "home-3")
 
 
 @pytest.fixture
-async def apart(tmp_path: Path, never_hung: None) -> AsyncIterator[Cluster]:
+async def apart(tmp_path: Path, never_hung: None, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
+    """Members that share each step equally, so that a gate stops each of them."""
+    monkeypatch.setattr("ring.token.balance_counts", lambda total, units: balance_counts(total, [0] * len(units)))
     network = MemoryNetwork()
     network.closed |= set(HOMES)
     made = Cluster(tmp_path, network, host="seed", encrypted=True)
