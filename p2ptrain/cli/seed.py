@@ -173,7 +173,7 @@ async def _serve(options: SeedOptions, first_job: Profile | None, *, encrypted: 
         ticket_host=shown_host(options.host) if encrypted else "",
         backup_dir=None if options.backup is None else options.backup.absolute(),
         tracker_environ=os.environ,
-        on_alarm=partial(console.event, "error"),
+        on_event=lambda event: console.event(event.level, event.text, event.wall),
         policy=options.pool,
         circuits=circuits,
     )
@@ -284,9 +284,7 @@ def _print_ready(
         more = {"http": web.url, "http_keys": [str(path) for path in web.key_files]} if web is not None else {}
         typer.echo(json.dumps({"event": "ready", "host": host, "port": port, "tls": ticket is not None} | more))
         return
-    here, how = format_address(shown_host(host), port), ", encrypted" if ticket else ""
-    everywhere = f", on all addresses of port {port}" if host in EVERYWHERE else ""
-    console.event("info", f"the seed listens on {here}{everywhere}{how}")
+    here = format_address(shown_host(host), port)
     only = "" if root == default_state_dir().absolute() else quote(f"@{root}")
     seed = f" --seed {only}" * bool(only)
     if web is not None:

@@ -154,12 +154,10 @@ class JobObserver:
 
 
 async def create_job(client: SeedRequests, name: str, label: str, profile: Profile, console: Console) -> str:
-    """As ``send_job``, and say so."""
+    """As ``send_job``, and warn of a warm-up that does not end."""
     if text := warm_up_problem(profile):
         console.event("warning", text)
-    job = await send_job(client, name, label, profile, console)
-    console.event("info", f"created job {name} ({job}) from profile {label}")
-    return job
+    return await send_job(client, name, label, profile, console)
 
 
 async def send_job(client: SeedRequests, name: str, label: str, profile: Profile, console: Console) -> str:

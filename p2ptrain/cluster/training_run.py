@@ -185,6 +185,7 @@ class TrainingRun:
                     lengthened[role] = job, profile.job.steps
                     continue
                 job = await create_job(client, name, plan.profile_name, profile, console)
+                console.event("info", f"created job {name} ({job}) from profile {plan.profile_name}")
             await self._observe(role, job)
         if not self._observers and not lengthened:
             return

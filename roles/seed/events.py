@@ -90,11 +90,14 @@ class Subscription:
 
 
 class Announcements:
-    """Tells all subscribers what changed, and stores the rows that are announced. ``recent``: the newest events."""
+    """Tells all subscribers what changed, and stores the rows that are announced. ``recent``: the newest events.
 
-    def __init__(self, clock: Clock, store: SeedStore, render: Render) -> None:
+    ``on_event`` is called with each new event.
+    """
+
+    def __init__(self, clock: Clock, store: SeedStore, render: Render, on_event: Callable[[EventInfo], None]) -> None:
         self.recent: deque[EventInfo] = deque(maxlen=RECENT_EVENTS)
-        self._clock, self._store, self._render = clock, store, render
+        self._clock, self._store, self._render, self._on_event = clock, store, render, on_event
         self._subscriptions: list[Subscription] = []
         self._last_id = 0
 
@@ -120,6 +123,7 @@ class Announcements:
         event = EventInfo(self._last_id, wall, level, clip(kind, 24), clip(text), peer, job)
         self.recent.append(event)
         self.add(event)
+        self._on_event(event)
 
     def end(self, problem: P2PTrainError) -> None:
         for subscription in self._subscriptions:

@@ -41,6 +41,7 @@ from wire.credentials import Credentials
 from wire.enrol import until_half_life
 from wire.handshake import Refusals, serve
 from wire.messages import MAX_TERM
+from wire.records import EventInfo
 from wire.tls import TlsNetwork
 
 COPY_NAME = "seed-backup.sqlite3"
@@ -215,7 +216,7 @@ async def serving_seed(
     ticket_host: str = "",
     backup_dir: Path | None = None,
     tracker_environ: Mapping[str, str] | None = None,
-    on_alarm: Callable[[str], None] = lambda text: None,
+    on_event: Callable[[EventInfo], None] = lambda event: None,
     policy: str = POLICIES[0],
     circuits: CircuitNetwork | None = None,
 ) -> AsyncIterator[ListeningSeed]:
@@ -226,7 +227,7 @@ async def serving_seed(
         ticket_host: the address of this machine that tickets carry; empty: a plain seed on the loopback.
         backup_dir: where a backup is kept up to date; None for no backup.
         tracker_environ: the environment for ``[track]``, with its keys; None: no job is tracked.
-        on_alarm: called with what the person at this machine has to know at once.
+        on_event: called with each new event.
         policy: by which the pool gives workers their tasks.
         circuits: the lowest part of the world's network, as of ``Seed``.
 
@@ -264,7 +265,7 @@ async def serving_seed(
             ticket_host=ticket_host or "127.0.0.1",
             circuits=circuits,
             request_backup=backup_requested.set,
-            on_alarm=on_alarm,
+            on_event=on_event,
             check_profile=partial(check_trackers, environ) if tracker_environ is not None else lambda profile: None,
             policy=policy,
         )
@@ -283,7 +284,7 @@ async def serving_seed(
             last_writes.append(backup.write)
         # before the port is open, where a `join` may wait for it
         ticket = await seed.gate.open_at((host, port)) if port else None
-        refusals = Refusals(partial(note, "warning", "refused"), alarm=partial(seed.alarm, "resources"))
+        refusals = Refusals(partial(note, "warning", "refused"), alarm=partial(note, "error", "resources"))
         decide = seed.acceptor.decide
         server = await serve(world.network, host, port, decide=decide, serve=seed.serve, on_problem=refusals)
         stack.push_async_callback(server.close)

@@ -75,6 +75,7 @@ from wire.messages import (
     Request,
     Response,
 )
+from wire.records import EventInfo
 from wire.text_messages import Serving
 
 GROUP_DEATH_S = 10.0
@@ -94,7 +95,7 @@ class Seed:
         circuits: reaches peers behind routers, and relays the circuits for which there is no other relay, as far as
             its limits permit; None: neither.
         request_backup: asks for a backup of the store soon.
-        on_alarm: called with what the person at this machine has to know at once.
+        on_event: called with each new event.
         check_profile: raises ``Refused`` if the seed cannot run a new job with this profile.
         policy: as of ``Pool``.
     """
@@ -109,15 +110,16 @@ class Seed:
         ticket_host: str,
         circuits: CircuitNetwork | None,
         request_backup: Callable[[], None],
-        on_alarm: Callable[[str], None],
+        on_event: Callable[[EventInfo], None],
         check_profile: Callable[[Profile], None],
         policy: str,
     ) -> None:
         clock = world.clock
         self.world, self.store = world, store
         self._tasks: asyncio.TaskGroup | None = None
-        self._on_alarm = on_alarm
-        self.announcements = Announcements(clock, store, lambda topic, item_id: self.overview.render(topic, item_id))
+        self.announcements = Announcements(
+            clock, store, lambda topic, item_id: self.overview.render(topic, item_id), on_event
+        )
         self.peers = PeerTable()
         self.survey = Survey(clock, self.peers.connected)
         relay = circuits if circuits is not None and circuits.limits.circuits else None
@@ -181,11 +183,6 @@ class Seed:
             if not connection.closed.is_set() and connection.close_cause is None:
                 send_if_open(connection, refusal)
         self.announcements.end(ConnectionLost("the seed is stopping", remedy="connect again when it is back"))
-
-    def alarm(self, kind: str, text: str) -> None:
-        """Note an error, and tell the person at this machine."""
-        self.announcements.note("error", kind, text)
-        self._on_alarm(text)
 
     # ------------------------------------------------------------------------------------------------------ connections
 

@@ -89,6 +89,7 @@ async def test_a_new_machine_finds_the_seed_and_joins_with_a_code(machine: Any, 
         await asyncio.to_thread(newcomer.until, "The six digits")
         newcomer.type(f"{shown}\n")
         await asyncio.to_thread(newcomer.until, "joined studio")
+        await seed.until(" joined from 10.88.0.2:")
         newcomer.type("\x03")
         assert newcomer.left()[0] == 0
     finally:

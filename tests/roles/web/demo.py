@@ -57,7 +57,7 @@ class FeedSeed:
     def __init__(self) -> None:
         self.records: dict[str, dict[str, dict[str, Any]]] = {topic: {} for topic in STATE_TOPICS}
         self.announcements = Announcements(
-            MagicMock(), MagicMock(), lambda topic, ident: self.records[topic].get(ident)
+            MagicMock(), MagicMock(), lambda topic, ident: self.records[topic].get(ident), lambda event: None
         )
 
     def put(self, topic: str, item: dict[str, Any]) -> None:
