@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -47,8 +48,6 @@ _LARGE_VOCABULARY = 4096
 """Entries from which ``_exponential_from_uniform`` is faster than torch's ``exponential_``."""
 _TIES = 64
 """More entries than ``top_k`` that are copied from a GPU: entries equal to the last of the k can be picked, too."""
-_SMALL_NUCLEUS = 4096
-"""Most remaining entries of a row for which ``_remove_tail`` is faster than a full sort."""
 
 
 class Picker:
@@ -63,8 +62,7 @@ class Picker:
         self._needs_history = sampling.has_penalties
         self._history = torch.empty(0, dtype=torch.int64)  # token ids of the session's first positions
         self._bias = torch.tensor(sampling.logit_bias, dtype=torch.float64).reshape(-1, 2)
-        self._has_few_entries = sampling.top_p < 1.0 and 0 < sampling.top_k <= _SMALL_NUCLEUS
-        self._warp = make_warpers(sampling, top_p=not self._has_few_entries)
+        self._warp = make_warpers(replace(sampling, top_p=1.0))  # ``_remove_tail`` follows
         self._generator = torch.Generator("cpu").manual_seed(sampling.seed)
         # By sample index: the generator's state before it. The newest is the last that was set.
         self._states: OrderedDict[int, Tensor] = OrderedDict({0: self._generator.get_state()})
@@ -101,7 +99,7 @@ class Picker:
                 return tuple(warped.max(-1).indices.tolist())
             for warper in self._warp:  # calling the list itself inspects their signatures, each time
                 warped = warper(_NO_IDS, warped)
-            if self._has_few_entries:
+            if self._sampling.top_p < 1.0:
                 warped = _remove_tail(warped, self._sampling.top_p)
             if self._sampling.min_p:  # equals ``MinPLogitsWarper``, without its sort
                 likely = warped.softmax(-1)
@@ -194,44 +192,31 @@ def _is_uniform_equal() -> bool:
 
 
 def _remove_tail(scores: Tensor, top_p: float) -> Tensor:
-    """Equals ``TopPLogitsWarper`` bit by bit, but sorts only the entries that are not minus infinity.
+    """Equals ``TopPLogitsWarper`` bit by bit, but sorts only the entries that are not minus infinity, if they are few.
 
     Sums of the same numbers in another order differ in the last bit. So the sorted entries are placed where a fully
     sorted row has them: after all entries that are minus infinity.
     """
-    entries = scores.shape[-1]
-    left = [(row > -torch.inf).nonzero()[:, 0] for row in scores]
-    if max(map(len, left)) > _SMALL_NUCLEUS:  # many entries tie with the last of the ``top_k``
-        return _remove_tail_by_sort(scores, top_p)
-    ordered = torch.full_like(scores, -torch.inf)
-    places = []
-    for row, (indices, out) in enumerate(zip(left, ordered, strict=True)):
-        values, order = scores[row, indices].sort()
-        out[entries - len(values) :] = values
-        places.append(indices[order])
-    cumulative = ordered.softmax(-1)
-    for row, indices in enumerate(places):
-        tail = cumulative[row, entries - len(indices) :].cumsum(-1)
-        removed = min(int((tail <= 1 - top_p).sum()), len(indices) - 1)
-        values = ordered[row, entries - len(indices) :]
-        if removed and values[removed - 1] == values[removed]:  # the full sort decides which of the ties stays
-            scores[row] = _remove_tail_by_sort(scores[row][None], top_p)[0]
-        else:
-            scores[row, indices[:removed]] = -torch.inf
-    return scores
-
-
-def _remove_tail_by_sort(scores: Tensor, top_p: float) -> Tensor:
+    count = int((scores > -torch.inf).sum(-1).max())
+    if 4 * count <= scores.shape[-1]:
+        values, places = scores.topk(count)
+        ordered = torch.full_like(scores, -torch.inf)
+        ordered[:, -count:] = values.flip(-1)
+        removed = (ordered.softmax(-1)[:, -count:].cumsum(-1) <= 1 - top_p).flip(-1)
+        removed[:, 0] = False
+        tied = (values[:, 1:] == values[:, :-1]) & (removed[:, 1:] != removed[:, :-1])
+        if not tied.any():  # else the full sort decides which of them stays
+            return scores.scatter(-1, places, values.masked_fill(removed, -torch.inf))
     return cast(Tensor, TopPLogitsWarper(top_p)(_NO_IDS, cast(torch.FloatTensor, scores)))
 
 
-def make_warpers(sampling: Sampling, *, top_p: bool = True) -> LogitsProcessorList:
+def make_warpers(sampling: Sampling) -> LogitsProcessorList:
     warpers = LogitsProcessorList()
     if sampling.temperature > COLDEST:
         if sampling.temperature != 1.0:
             warpers.append(TemperatureLogitsWarper(sampling.temperature))
         if sampling.top_k:
             warpers.append(TopKLogitsWarper(sampling.top_k))
-        if sampling.top_p < 1.0 and top_p:
+        if sampling.top_p < 1.0:
             warpers.append(TopPLogitsWarper(sampling.top_p))
     return warpers
