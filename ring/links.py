@@ -79,8 +79,7 @@ class _Held:
 
 
 class Inbound:
-    """The accepted ring and chain connections of one worker. The listener's ``decide`` calls ``decide``, its ``serve``
-    ``offer``.
+    """The accepted ring and chain connections of one worker.
 
     Args:
         max_held: peers whose connections may be held for future views. More are refused as ``BUSY`` and try again.
@@ -135,7 +134,7 @@ class Inbound:
             return Refuse(RefusalCode.NOT_A_NEIGHBOUR, text, f"dial the {topology.dialled} that the seed announced")
         return None
 
-    async def offer(self, connection: Connection, hello: Hello) -> None:
+    async def serve(self, connection: Connection, hello: Hello) -> None:
         """Keep an accepted connection until ``take`` asks for it. Returns when the connection is closed. Raises
         ``Refused`` if its view has no place for it; the other side gets the same refusal."""
         refusal = self.decide(hello)  # again: the last free place may be gone since the handshake's decision

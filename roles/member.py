@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 from p2ptrain.core.disk import Disk, Lock, write_atomic
 from p2ptrain.core.errors import P2PTrainError, ProtocolError, Refused, StorageError, UserError, first_error
@@ -72,6 +72,13 @@ Program: TypeAlias = "Callable[[ServingMember], Awaitable[None]]"
 """What a ``ServingMember`` runs until it leaves."""
 Judge = Callable[[Hello], Refuse | None]
 """Returns the refusal of a caller, or None to admit it."""
+
+
+class CallerService(Protocol):
+    """Admits and serves the callers of one purpose; as ``Judge`` and ``Serve``."""
+
+    def decide(self, hello: Hello) -> Refuse | None: ...
+    async def serve(self, connection: Connection, hello: Hello) -> None: ...
 
 
 def allowed_kinds(capabilities: Mapping[str, Scalar]) -> frozenset[str]:

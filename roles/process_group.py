@@ -207,6 +207,9 @@ class _Group:
         self.direct.attach(self.session)
         return self.session
 
+    def find_service(self, hello: Hello) -> DirectMessages | Inbound:
+        return self.direct if hello.capabilities.get("channel") == CHANNEL else self.inbound
+
     async def leave(self) -> None:
         self.direct.close()
         await self.direct.wait_closed()
@@ -345,18 +348,12 @@ class GroupHost:
         group = self._groups.get(hello.job)
         if group is None:
             return Refuse(RefusalCode.BUSY, "this process has not formed that group yet", "try again")
-        direct = hello.capabilities.get("channel") == CHANNEL
-        refusal = group.direct.decide(hello) if direct else group.inbound.decide(hello)
+        refusal = group.find_service(hello).decide(hello)
         return refusal or local_welcome(peer_id=self.peer_id, name=group.name, wall=self.world.clock.wall())
 
     async def _serve(self, connection: Connection, hello: Hello) -> None:
-        group = self._groups.get(hello.job)
-        if group is None:
-            return
-        if hello.capabilities.get("channel") == CHANNEL:
-            await group.direct.serve(connection, hello)
-        else:
-            await group.inbound.offer(connection, hello)
+        if (group := self._groups.get(hello.job)) is not None:
+            await group.find_service(hello).serve(connection, hello)
 
 
 def start_host(

@@ -35,7 +35,7 @@ class LocalMember:
 
     async def listen(self, host: str = HOST, port: int = 0) -> int:
         self.server = await serve(
-            self.world.network, host, port, decide=self._decide, serve=self.inbound.offer, on_problem=self.on_problem
+            self.world.network, host, port, decide=self._decide, serve=self.inbound.serve, on_problem=self.on_problem
         )
         return self.server.address[1]
 

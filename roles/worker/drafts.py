@@ -9,19 +9,16 @@ from typing import Protocol, TypeAlias
 
 from p2ptrain.core.background import Background
 from p2ptrain.core.errors import P2PTrainError
-from roles.member import REPORT_S
+from roles.member import REPORT_S, CallerService
 from roles.seed_link import Notify
-from wire.connection import Connection
-from wire.messages import Hello, Message, Refuse
+from wire.messages import Message
 from wire.text_messages import Serving
 
 
-class DraftService(Protocol):
+class DraftService(CallerService, Protocol):
     """What the worker uses of ``roles.drafter.draft_server.DraftServer``."""
 
     def describe(self) -> list[Serving]: ...
-    def decide(self, hello: Hello) -> Refuse | None: ...
-    async def serve(self, connection: Connection, hello: Hello) -> None: ...
 
 
 OpenDrafter: TypeAlias = "Callable[[], AbstractAsyncContextManager[DraftService]]"

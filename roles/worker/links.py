@@ -27,7 +27,7 @@ from roles.line import wait_unless_closed
 from roles.worker.context import PeerContext
 from roles.worker.stage_requests import PeerAddress
 from wire.connection import Connection
-from wire.messages import Hello, Request, Response
+from wire.messages import Hello, RefusalCode, Refuse, Request, Response
 from wire.schema import Bound, Declared, instance_untrusted
 
 PIECE_BYTES = 32 << 10
@@ -53,9 +53,10 @@ class ProbeResponder:
         self._callers = 0
         self._turn = asyncio.Lock()
 
-    @property
-    def full(self) -> bool:
-        return self._callers >= MAX_CALLERS
+    def decide(self, hello: Hello) -> Refuse | None:
+        if self._callers >= MAX_CALLERS and "worker" in hello.roles:
+            return Refuse(RefusalCode.BUSY, "others measure links to this worker", "try again in a second")
+        return None
 
     async def serve(self, connection: Connection, hello: Hello) -> None:
         """Answer one probe connection until it closes, falls silent, or has pushed all. Raises ``ProtocolError``."""

@@ -31,7 +31,7 @@ from roles.worker.view_connections import ViewConnections
 from wire.chain_messages import HeldPart
 from wire.connection import Connection
 from wire.job_messages import CatchUp
-from wire.messages import Hello
+from wire.messages import Hello, RefusalCode, Refuse
 
 WATCH_S = 1.0
 
@@ -184,7 +184,14 @@ class JobRunner:
             await self.wait_until_stopped()
         await self.state.save(is_due=self.has_unsaved_state)
 
-    async def send_state(self, connection: Connection, hello: Hello) -> None:
+    def decide(self, hello: Hello) -> Refuse | None:
+        """Decide on a peer that asks for the state."""
+        view = self.core.view
+        if view is None or view.generation < hello.generation:
+            return Refuse(RefusalCode.STALE_GENERATION, "this member is not in that view")
+        return None if "worker" in hello.roles else Refuse(RefusalCode.ROLE, "only workers can fetch a state")
+
+    async def serve(self, connection: Connection, hello: Hello) -> None:
         if not self.state.is_built or self.follower.active:
             raise PeerError("this member has no state to send")
         await self.state.heal_source.give(connection, hello, self.state.engine)

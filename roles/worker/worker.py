@@ -23,14 +23,14 @@ from p2ptrain.core.errors import NetworkError, P2PTrainError, ProtocolError, Ref
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.texts import shortened
 from p2ptrain.core.world import World
-from ring.direct import CHANNEL, DirectMessages
+from ring.direct import CHANNEL
 from ring.job_member import REASON_CHARS, MemberPhase
 from ring.links import Inbound
 from ring.token import Flag
 from ring.view import View
 from roles.compute_thread import ComputeThread
 from roles.engine import WHOLE, Stage
-from roles.member import Identity, MemberOptions, MemberProcess, allowed_kinds
+from roles.member import CallerService, Identity, MemberOptions, MemberProcess, allowed_kinds
 from roles.seed_link import Notify
 from roles.strategies import strategy_of
 from roles.strategies.strategy import Factory
@@ -357,60 +357,38 @@ class Worker(MemberProcess):
 
     # --------------------------------------------------------------------------------------------------- other peers
 
-    def _find_refusal(self, hello: Hello) -> Refuse | None:
+    def _find_service(self, hello: Hello) -> CallerService | Refuse:
+        runner, stages, drafts = self._find_runner(hello.job), self._stages, self._drafting.server
         match hello.purpose:
-            case "probe" if self._probe_responder.full and "worker" in hello.roles:
-                return Refuse(RefusalCode.BUSY, "others measure links to this worker", "try again in a second")
             case "probe":
-                return None
+                return self._probe_responder
             case "ring" if hello.capabilities.get("channel") == CHANNEL:
-                if (messages := self._find_direct_messages(hello)) is not None:
-                    return messages.decide(hello)
-                return Refuse(RefusalCode.BUSY, "this member has not formed that view yet", "try again")
+                messages = runner.connections.messages if runner is not None else None
+                return messages or Refuse(RefusalCode.BUSY, "this member has not formed that view yet", "try again")
             case "ring":
-                return self._context.inbound.decide(hello)
-            case "heal":
-                runner = self._find_runner(hello.job)
-                view = runner.core.view if runner is not None else None
-                if view is None or view.generation < hello.generation:
-                    return Refuse(RefusalCode.STALE_GENERATION, "this member is not in that view")
-                return None if "worker" in hello.roles else Refuse(RefusalCode.ROLE, "only workers can fetch a state")
+                return self._context.inbound
             case "files":
-                return self._file_sender.decide(hello)
-            case "input":
-                if (runner := self._find_runner(hello.job)) is not None:
-                    return runner.state.inputs.decide(hello)
+                return self._file_sender
+            case "heal" if runner is not None:
+                return runner
+            case "input" if runner is not None:
+                return runner.state.inputs
+            case "heal" | "input":
                 return Refuse("not-here", "this worker is not on that job")
-            case purpose if self._stages is not None and purpose in PURPOSES:
-                return self._stages.decide(hello)
-            case "draft" if self._drafting.server is not None:
-                return self._drafting.server.decide(hello)
+            case purpose if stages is not None and purpose in PURPOSES:
+                return stages
+            case "draft" if drafts is not None:
+                return drafts
         text = f"this is a worker: it accepts no connection for {hello.purpose[:40]!r}"
         return Refuse(RefusalCode.ROLE, text, "use the seed's address")
 
-    def _find_direct_messages(self, hello: Hello) -> DirectMessages | None:
-        runner = self._find_runner(hello.job)
-        return runner.connections.messages if runner is not None else None
+    def _find_refusal(self, hello: Hello) -> Refuse | None:
+        service = self._find_service(hello)
+        return service if isinstance(service, Refuse) else service.decide(hello)
 
     async def _serve(self, connection: Connection, hello: Hello) -> None:
-        match hello.purpose:
-            case "ring" if hello.capabilities.get("channel") == CHANNEL:
-                if (messages := self._find_direct_messages(hello)) is not None:
-                    await messages.serve(connection, hello)
-            case "ring":
-                await self._context.inbound.offer(connection, hello)
-            case "probe":
-                await self._probe_responder.serve(connection, hello)
-            case "heal" if self._runner is not None:
-                await self._runner.send_state(connection, hello)
-            case "files":
-                await self._file_sender.serve(connection, hello)
-            case "input" if (runner := self._find_runner(hello.job)) is not None:
-                await runner.state.inputs.serve(connection, hello)
-            case purpose if self._stages is not None and purpose in PURPOSES:
-                await self._stages.serve(connection, hello)
-            case "draft" if (drafts := self._drafting.server) is not None:
-                await drafts.serve(connection, hello)
+        if not isinstance(service := self._find_service(hello), Refuse):  # else it ended meanwhile
+            await service.serve(connection, hello)
 
     # -------------------------------------------------------------------------------------------------------- leaving
 
