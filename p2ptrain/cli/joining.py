@@ -77,8 +77,8 @@ async def run_member(options: JoinOptions, make: Callable[[JoinContext], MemberR
     identity = claim(RealDisk(), options.root, role=options.role, name=options.name, slot=options.slot)
     try:
         if not options.no_discovery:
-            place = await unless_stopped(stop, discover(options.address, console))
-            options = options if place is None else replace(options, address=format_address(*place))
+            found = await unless_stopped(stop, discover(options.address, console))
+            options = options if found is None else replace(options, address=found)
         base, role, targets = _network(options), options.role, options.targets
         places = [place_of(target) for target in targets]
         states = [options.root, default_state_dir()]

@@ -27,7 +27,6 @@ from wire.transport import resolve
 SERVICE = "_p2ptrain._tcp.local."
 SEARCH_S, MORE_S = 3.0, 1.0
 """Longest wait for the first answer, and for others after it. Answers take up to 0.12 s, unless a packet is lost."""
-ADDRESS_TIMEOUT_S = 1.0
 LOOK_S = 10.0  # how often a seed looks whether its machine's addresses have changed
 MAX_SEEDS, MAX_ADDRESSES, MAX_NAME_CHARS = 16, 8, 64
 
@@ -67,8 +66,9 @@ def found_seed_untrusted(
     return FoundSeed(name, port, usable, pin, int(version))
 
 
-async def discover(named: str, console: Console) -> tuple[str, int] | None:
-    """Find the seed for which a person gave ``named``: its name, or nothing. None: no seed of the network is meant.
+async def discover(named: str, console: Console) -> str | None:
+    """The addresses, with commas between, of the seed for which a person gave ``named``: its name, or nothing. None: no
+    seed of the network is meant.
 
     Raises ``UserError``: there is none, or there are several.
     """
@@ -83,9 +83,8 @@ async def discover(named: str, console: Console) -> tuple[str, int] | None:
             return None
     console.event("info", "looking for a seed on this network")
     seed = choose_seed(await find_seeds(), named)
-    place = await _answering_address(seed), seed.port
-    console.event("info", f"found {seed.name} at {format_address(*place)}")
-    return place
+    console.event("info", f"found {seed}")
+    return ",".join(format_address(address, seed.port) for address in seed.addresses)  # some may be of other networks
 
 
 async def find_seeds() -> list[FoundSeed]:
@@ -134,16 +133,6 @@ def choose_seed(found: Sequence[FoundSeed], name: str) -> FoundSeed:
     text = f"{len(fitting) or 'no'} seeds{' called ' * bool(name)}{name} are on this network"
     listed = "; ".join(map(str, fitting or found))
     raise UserError(f"{text}: {listed}", remedy="choose one: `p2ptrain join NAME`, or its address in place of NAME")
-
-
-async def _answering_address(seed: FoundSeed) -> str:
-    """The first address that accepts a connection: others may belong to networks that this machine is not in."""
-    for address in seed.addresses:
-        with suppress(OSError):
-            async with asyncio.timeout(ADDRESS_TIMEOUT_S):
-                (await asyncio.open_connection(address, seed.port))[1].close()
-                return address
-    return seed.addresses[0]  # who dials it reports why
 
 
 async def announce(name: str, pin: bytes, host: str, port: int, report: Callable[[str, str], None]) -> None:

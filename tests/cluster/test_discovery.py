@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import socket
+from pathlib import Path
 
 import pytest
 
-from p2ptrain.cluster.discovery import FoundSeed, _answering_address, choose_seed, found_seed_untrusted
-from p2ptrain.core.errors import ProtocolError, UserError
+from p2ptrain.cluster import discovery
+from p2ptrain.cluster.access import Caller, reach_one, read_targets
+from p2ptrain.cluster.console import Console
+from p2ptrain.cluster.discovery import FoundSeed, choose_seed, found_seed_untrusted
+from p2ptrain.core.errors import ProtocolError, Unreachable, UserError
+from tests.roles.in_process import Cluster
 from wire.messages import PROTOCOL_VERSION
+from wire.transport import TcpNetwork
 
 PIN = "ab" * 32
 TXT: dict[bytes, bytes | None] = {b"name": b"studio", b"pin": PIN.encode(), b"version": b"%d" % PROTOCOL_VERSION}
@@ -64,9 +68,21 @@ def test_one_seed_is_taken_and_several_are_listed() -> None:
     assert "p2ptrain seed --host 0.0.0.0" in caught.value.remedy
 
 
-async def test_the_address_that_answers_is_used() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        seed = FoundSeed("studio", server.getsockname()[1], ("127.0.0.2", "127.0.0.1"), PIN, PROTOCOL_VERSION)
-        assert await asyncio.wait_for(_answering_address(seed), 5) == "127.0.0.1"
-    seed = FoundSeed("studio", seed.port, ("127.0.0.1", "127.0.0.2"), PIN, PROTOCOL_VERSION)
-    assert await asyncio.wait_for(_answering_address(seed), 5) == "127.0.0.1", "what joins then reports the failure"
+async def test_the_address_that_answers_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(tmp_path / "seed", TcpNetwork())
+    await cluster.start_seed()
+    port = cluster.address[1]
+    seed = FoundSeed("no-such-host", port, ("127.0.0.2", "127.0.0.1"), PIN, PROTOCOL_VERSION)
+
+    async def find_seeds() -> list[FoundSeed]:
+        return [seed]
+
+    monkeypatch.setattr(discovery, "find_seeds", find_seeds)
+    try:
+        targets = read_targets(await discovery.discover(seed.name, Console()) or "")
+        access = await reach_one(targets, Caller("worker", tmp_path / "kept", []), TcpNetwork())
+    finally:
+        await cluster.close()
+    assert (access.host, access.port) == ("127.0.0.1", port)
+    with pytest.raises(Unreachable, match=r"127\.0\.0\.2"):
+        await reach_one(targets, Caller("worker", tmp_path / "kept", []), TcpNetwork())
