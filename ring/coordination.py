@@ -411,6 +411,8 @@ class Roster:
         healing: members that fetch the state.
         committed: the view has committed a step; assumed for a view that an earlier seed minted.
         withdrawn: workers for which the pool has another task.
+        banned: workers that failed or have other data. They are refused until they connect again.
+        failures: peer id → why it cannot continue, for members of the last view.
     """
 
     parts: int = 1
@@ -422,6 +424,8 @@ class Roster:
     healing: set[str] = field(default_factory=set)
     committed: bool = True
     withdrawn: set[str] = field(default_factory=set)
+    banned: set[str] = field(default_factory=set)
+    failures: dict[str, str] = field(default_factory=dict)
 
     def name(self, peer_id: str, view: View | None = None) -> str:
         known = self.peers.get(peer_id)
@@ -470,9 +474,10 @@ class Roster:
             group.discard(peer_id)
 
     def clear(self) -> None:
-        for group in (self.running, self.unheard, self.away, self.healing, self.withdrawn):
+        for group in (self.running, self.unheard, self.away, self.healing, self.withdrawn, self.banned):
             group.clear()
         self.peers.clear()
+        self.failures.clear()
 
     def standing(self) -> Reports:
         return {peer_id: known.standing for peer_id, known in self.peers.items() if known.standing}
@@ -499,19 +504,6 @@ class Roster:
 
     def building(self) -> bool:
         return any(self.part_of(key) is not None and not known.standing for key, known in self.peers.items())
-
-
-@dataclass(slots=True)
-class WorkerFailures:
-    """Which workers cannot continue.
-
-    Attributes:
-        banned: they failed or have other data, and are refused until they connect again.
-        in_view: peer id → reason, for members of the last view.
-    """
-
-    banned: set[str] = field(default_factory=set)
-    in_view: dict[str, str] = field(default_factory=dict)
 
 
 class Deadlines:

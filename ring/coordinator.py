@@ -124,7 +124,6 @@ class Coordinator:
         if self.view is not None and options.parts > 1:
             held = {member.peer_id: self.view.stage_of(rank) for rank, member in enumerate(self.view.members)}
             self._roster.held = held | self._roster.held
-        self._failures = co.WorkerFailures()
         self._recovery = RecoveryPolicy(past.known_step, past.saved, past.branch, past.step_s)
         self._deadlines = Deadlines()
         self._quarantine = Quarantine(masked=options.masked, witnesses=1 if options.asynchronous else 2)
@@ -174,7 +173,7 @@ class Coordinator:
         """Why the job takes this worker in no case now; empty if it does."""
         if self.phase in {*ENDED, JobPhase.PAUSED} or self.paused:
             return f"is {'paused' if self.paused else self.state}"
-        return "has released it" if peer_id in self._failures.banned else ""
+        return "has released it" if peer_id in self._roster.banned else ""
 
     def refusal(self, peer_id: str) -> str:
         """Why the job takes no such worker now; empty if it does."""
@@ -410,7 +409,7 @@ class Coordinator:
         peer_id = known.peer.peer_id
         reason = report.reason or "it gave no reason"
         if self._is_current(peer_id, report.generation):
-            self._failures.in_view[peer_id] = reason
+            self._roster.failures[peer_id] = reason
         self._ban(known, f"cannot continue: {reason}", "member-failed")
         self._note_stop(peer_id, now)
         if not self._roster.peers and self.view is None:
@@ -453,7 +452,7 @@ class Coordinator:
 
     def _take_loss(self, event: co.PeerLost, now: float) -> None:
         peer_id = event.peer_id
-        self._failures.banned.discard(peer_id)
+        self._roster.banned.discard(peer_id)
         self._planner.too_small.discard(peer_id)
         self._ring_planner.forget(peer_id)
         known = self._roster.peers.get(peer_id)
@@ -610,8 +609,8 @@ class Coordinator:
         elif self._all_done(survivors):
             self.paused = False
             self._go(JobPhase.WAITING, "every step is done")
-        elif self.view and all(member.peer_id in self._failures.in_view for member in self.view.members):
-            self._end(JobPhase.FAILED, next(iter(self._failures.in_view.values())))
+        elif self.view and all(member.peer_id in self._roster.failures for member in self.view.members):
+            self._end(JobPhase.FAILED, next(iter(self._roster.failures.values())))
         elif self.paused:
             self._go(JobPhase.PAUSED, "paused by a person")
         elif not self._apply_judgement(survivors, now):
@@ -815,7 +814,7 @@ class Coordinator:
         roster.running, roster.healing = set(chosen), chosen.keys() - healthy
         self._quarantine.view_began()
         self.restore, roster.committed = None, False
-        self._failures.in_view.clear()
+        self._roster.failures.clear()
         self._go(JobPhase.RUNNING, "")
 
     def _put_server_first(self, replicas: list[tuple[str, ...]], healthy: Collection[str]) -> list[tuple[str, ...]]:
@@ -935,7 +934,7 @@ class Coordinator:
             self._go(JobPhase.WAITING, f"going back to step {self.restore.step}")
         self._deadlines.clear()
         self._deadlines.arm("restore", now + co.BUILD_S)
-        self._failures.banned.clear()
+        self._roster.banned.clear()
         self._catch_ups.clear()
         self._recovery.saves_asked = 0
         for peer_id, known in self._roster.peers.items():
@@ -947,7 +946,7 @@ class Coordinator:
         peer_id = known.peer.peer_id
         place = f" (part {self._roster.part_of(peer_id)})" if self._roster.parts > 1 else ""
         del self._roster.peers[peer_id]
-        self._failures.banned.add(peer_id)
+        self._roster.banned.add(peer_id)
         self._roster.healing.discard(peer_id)
         self._catch_ups.forget(peer_id)
         self._tell("error", kind, f"{known.peer.name}{place}: {text}", peer_id)
@@ -982,7 +981,6 @@ class Coordinator:
         self._quarantine.exclusions.peer_ids.clear()
         self._planner.end()
         self._catch_ups.clear()
-        self._failures = co.WorkerFailures()
         self.restore, self.paused = None, False
 
 

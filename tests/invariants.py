@@ -95,7 +95,7 @@ def _(core: Coordinator) -> None:
     assert who.running <= set(who.peers) | who.unheard, history
     assert not who.running & (set(who.standing()) | who.away), history
     assert all(who.part_of(peer_id) == parts[peer_id] for peer_id in who.running), history
-    assert not core._failures.banned & set(who.peers), history
+    assert not who.banned & set(who.peers), history
     assert who.withdrawn <= set(who.peers), history
     assert core._catch_ups.moving <= set(who.peers), history
     assert not core._catch_ups.moving & who.running, history
