@@ -195,26 +195,21 @@ def exchange(group: int, n: int, groups: int) -> Schedule:
 def spread(rank: int, n: int, groups: int) -> Schedule:
     """The leader of each group passes all n elements on to its members."""
     _, start, stop = group_of(rank, n, groups)
-    leads, last = rank == start, rank + 1 == stop
     spans = [owned_range(group, groups, n) for group in range(groups)]
-    receives = [Receive(*span, reduce=False, relayed=not last) for span in spans if not leads]
-    sends = [
-        Send(*span, after=0 if leads else t + 1, relay=None if leads else t) for t, span in enumerate(spans) if not last
-    ]
-    return Schedule(sends, receives)
+    return _pass_on(spans, first=rank == start, last=rank + 1 == stop)
 
 
 def broadcast(rank: int, n: int, root: int, numel: int, sub_chunk_numel: int) -> Schedule:
     """Every member gets the array of ``root``, in place. Each passes it on to its right, but the last one."""
     starts = range(0, numel, sub_chunk_numel)
     spans = [(start, min(start + sub_chunk_numel, numel)) for start in starts]
-    first, last = rank == root, (rank + 1) % n == root
+    return _pass_on(spans, first=rank == root, last=(rank + 1) % n == root)
+
+
+def _pass_on(spans: Sequence[tuple[int, int]], *, first: bool, last: bool) -> Schedule:
+    """The first member of a row sends these elements; the others store them and pass them on, but the last one."""
     receives = [Receive(*span, reduce=False, relayed=not last) for span in spans if not first]
-    sends = [
-        Send(*span, after=0 if first else index + 1, relay=None if first else index, final=first)
-        for index, span in enumerate(spans)
-        if not last
-    ]
+    sends = [Send(*span) if first else Send(*span, after=t + 1, relay=t) for t, span in enumerate(spans) if not last]
     return Schedule(sends, receives)
 
 
