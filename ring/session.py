@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NeighbourAway, PeerError, Stalled
-from p2ptrain.core.world import Clock, World
+from p2ptrain.core.world import World
 from ring import collectives
 from ring.codecs import Codec
 from ring.collectives import MOST_SUB_CHUNK_BYTES, Schedule, Stripe, plan_stripes
@@ -64,32 +64,6 @@ class RingOperation:
     first_received_at: float | None = None
 
 
-class ProgressTimer:
-    """Calls ``judge`` when the patience of an operation is over. It outlives operations: a timer for each would cost a
-    small operation a tenth of its time."""
-
-    def __init__(self, clock: Clock, judge: Callable[[], None]) -> None:
-        self._clock, self._judge = clock, judge
-        self.moved_at = 0.0  # the last progress
-        self.due_at = 0.0  # when the timer fires, if it is running
-        self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def running(self) -> bool:
-        return self._timer is not None
-
-    def start(self, in_s: float) -> None:
-        self.stop()
-        in_s = max(in_s, LEAST_WAIT_S)
-        self.due_at = self._clock.now() + in_s
-        self._timer = asyncio.get_running_loop().call_later(in_s, self._judge)
-
-    def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-
 class RingSession:
     """A member's place in the ring of one view. ``form`` makes it; ``close`` or the loss of a neighbour ends it.
 
@@ -116,7 +90,8 @@ class RingSession:
         self._under_way: dict[int, RingOperation] = {}  # by stream, oldest first
         self._stream = 0
         self._waited_s = self._received_at = 0.0
-        self._progress = ProgressTimer(world.clock, self._judge_progress)
+        self._moved_at = 0.0  # the last progress
+        self._judge_timer: asyncio.TimerHandle | None = None  # of ``_judge_progress``, for all operations
         self.links = NeighbourLinks(self, world.clock, view, rank, left=left, right=right, what="ring", whole=whole)
         self.broken = self.links.broken
         self._leaders = leaders
@@ -459,9 +434,9 @@ class RingSession:
         self._under_way[self._stream] = operation
         operation.future.add_done_callback(self._abandoned)
         if len(self._under_way) == 1:
-            self._progress.moved_at = operation.began_at
-        if not self._progress.running or operation.began_at + operation.patience_s < self._progress.due_at:
-            self._progress.start(operation.patience_s)
+            self._moved_at = operation.began_at
+        if self._judge_timer is None or operation.began_at + operation.patience_s < self._judge_timer.when():
+            self._judge_in(operation.patience_s)
         for lane, flow in operation.flows:
             lane.submit(flow)
         return operation.future
@@ -484,7 +459,7 @@ class RingSession:
 
     def moved(self, flow: Flow | None) -> None:
         """Note progress: a sub-chunk of ``flow`` arrived or, if ``flow`` is None, the kernel took what was sent."""
-        self._progress.moved_at = now = self.world.clock.now()
+        self._moved_at = now = self.world.clock.now()
         if flow is None:
             return
         operation = self._under_way.get(flow.stream)
@@ -495,26 +470,32 @@ class RingSession:
             self._waited_s += now - max(operation.began_at, self._received_at)
         self._received_at = now
 
+    def _judge_in(self, seconds: float) -> None:
+        if self._judge_timer is not None:
+            self._judge_timer.cancel()
+        self._judge_timer = asyncio.get_running_loop().call_later(max(seconds, LEAST_WAIT_S), self._judge_progress)
+
     def _judge_progress(self) -> None:
-        """Break the session if nothing moved for the patience of the oldest operation."""
+        """Break the session if nothing moved for the patience of the oldest operation. The timer outlives operations:
+        one for each would cost a small operation a tenth of its time."""
         if not self._under_way:
-            self._progress.stop()
+            self._judge_timer = None
             return
         stream, oldest = next(iter(self._under_way.items()))
         title, patience_s = oldest.title, oldest.patience_s
-        still_s = self.world.clock.now() - self._progress.moved_at
+        still_s = self.world.clock.now() - self._moved_at
         if still_s < patience_s:
-            self._progress.start(patience_s - still_s)
+            self._judge_in(patience_s - still_s)
             return
         starving = any(lane.expects for lane in self._lanes)
         leaders = self._leaders
         if leaders is not None and (leaders.is_busy() or leaders.broken.done()):  # that ring knows who is at fault
-            self._progress.start(patience_s)
+            self._judge_in(patience_s)
             return
         left = self.links.beats.newest_of_left
         waits = left is not None and left.state != AT_WORK and left.progress < (stream << 20) + oldest.received
         if starving and waits and still_s < LATER * patience_s:  # a member before it is the cause
-            self._progress.start(LATER * patience_s - still_s)
+            self._judge_in(LATER * patience_s - still_s)
             return
         what = f"sent no part of the {title}" if starving else f"took no part of the {title}"
         remedy = "it may be stuck or very slow: look at its log"
@@ -535,7 +516,8 @@ class RingSession:
     def settle(self) -> None:
         for lane in self._lanes:
             lane.stop()
-        self._progress.stop()
+        if self._judge_timer is not None:
+            self._judge_timer.cancel()
         if self._leaders is not None and not self._leaders.links.follow_loss(self.broken.result()):
             self._leaders.close(self.broken.result().cause.message)
         operations, self._under_way = self._under_way, {}
