@@ -54,14 +54,14 @@ class JoinOptions:
     role: str = option_field(
         "--role ROLE", "worker: trains, and holds parts; verifier: writes text; drafter: drafts it.", "worker"
     )
-    models: list[str] = option_field(
+    models: list[Path] = option_field(
         "--model DIR",
         "For a verifier or drafter: a checkpoint or adapter, or a directory with some. A verifier may have several."
         " For a worker with --allow draft: its draft model.",
         [],
-        callback=lambda models: [is_text(model) for model in models],
+        callback=lambda models: [Path(is_text(str(model))) for model in models],
     )
-    adapters: list[str] = option_field(
+    adapters: list[Path] = option_field(
         "--adapter DIR", "For a verifier: a LoRA adapter of its --model, a model of its own for clients.", []
     )
     download: DownloadOption = False
@@ -172,22 +172,8 @@ class JoinOptions:
     def http_place(self) -> tuple[str, int] | None:
         return host_and_port("--http", self.http, HTTP_EXAMPLE)
 
-    @property
-    def model_directories(self) -> list[Path]:
-        """Directories of the checkpoints that a verifier or a drafter serves, without ``adapters``."""
-        return [Path(model) for model in self.models]
-
-    @property
-    def adapter_directories(self) -> list[Path]:
-        return [Path(adapter) for adapter in self.adapters]
-
-    @property
-    def served_directories(self) -> list[Path]:
-        """Directories of all that clients can choose."""
-        return self.model_directories + self.adapter_directories
-
     def resolve(self) -> JoinOptions:
-        """The options with the directory of the model, after all checks. Raises ``UserError``."""
+        """The options with the directories of all models, after all checks. Raises ``UserError``."""
         from configs.schema import DEVICE_KIND
         from wire.address import read_code
 
@@ -244,8 +230,7 @@ class JoinOptions:
                 text, remedy="merge each: p2ptrain checkpoints merge ADAPTER OUT, and name OUT with --model"
             )
         models, adapters = (
-            [str(newest_in(Path(path), download=self.download)) for path in paths]
-            for paths in (self.models, self.adapters)
+            [newest_in(path, download=self.download) for path in paths] for paths in (self.models, self.adapters)
         )
         return replace(self, code=code, models=models, adapters=adapters)
 

@@ -62,22 +62,22 @@ async def check(options: JoinOptions) -> None:
         from roles.verifier.http_app import check_place
 
         await check_place(*options.http_place, options.api_keys)
-    for directory in options.adapter_directories:
+    for directory in options.adapters:
         if not is_adapter(directory):
             raise UserError(f"{directory} is a whole model, not an adapter", remedy="name it with --model")
-        if (base := read_adapter(directory).base).resolve() != (model := options.model_directories[0]).resolve():
+        if (base := read_adapter(directory).base).resolve() != (model := options.models[0]).resolve():
             text = f"{directory} is an adapter of {base}, not of {model}"
             raise UserError(text, remedy=f"give its base with --model, or correct its {ADAPTER_CONFIG}")
-    names = [_name_of(directory) for directory in options.served_directories]
+    names = [_name_of(directory) for directory in options.models + options.adapters]
     if twice := next((name for name in names if names.count(name) > 1), None):
         text = f"two models are called {twice}, but clients choose a model by its name"
         raise UserError(text, remedy="give them directories of different names, or leave one out")
     if len(names) > MOST_MODELS:
         raise UserError(f"a verifier has at most {MOST_MODELS} models", remedy="start another verifier for the others")
     if not options.weights:  # the size of quantized ones is known when they are loaded, and checked then
-        cache_bytes(options.memory_bytes, options.model_directories, options.dtype)
+        cache_bytes(options.memory_bytes, options.models, options.dtype)
     if options.split is not None:
-        for directory in options.model_directories:
+        for directory in options.models:
             config_text(directory, options.split)
 
 
@@ -100,7 +100,7 @@ async def serve(member: ServingMember, options: JoinOptions, console: Console) -
 
 
 async def _verify(member: ServingMember, options: JoinOptions, console: Console) -> None:
-    directories, sessions = options.served_directories, options.sessions or USUAL_SESSIONS
+    directories, sessions = options.models + options.adapters, options.sessions or USUAL_SESSIONS
     whole = options.split is None
     progress = LoadProgress(map(_name_of, directories), member.world.clock)
     member.serves(progress.describe)
@@ -119,7 +119,7 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
         )
         models: list[ServedModel]
         if whole:
-            adapters = {_name_of(directory): directory for directory in options.adapter_directories}
+            adapters = {_name_of(directory): directory for directory in options.adapters}
             most = (2 * sessions + 1) * (1 + len(adapters))  # running ones, and ones that are being closed
             opened = _local_models(
                 member.world, options, compute, most, console, member.notify, progress.note, adapters
@@ -221,7 +221,7 @@ async def _local_models(
     on_progress: Callable[[str, int, int], None] = lambda name, done_bytes, total_bytes: None,
     adapters: Mapping[str, Path] | None = None,
 ) -> AsyncIterator[list[LocalModel]]:
-    directories, engines = options.model_directories, list[tuple[StageEngine, int | None]]()
+    directories, engines = options.models, list[tuple[StageEngine, int | None]]()
 
     def show(directory: Path, done_bytes: int, total_bytes: int) -> None:
         console.loading(done_bytes, total_bytes)
@@ -382,7 +382,7 @@ async def _draft(member: ServingMember, options: JoinOptions, console: Console) 
 
 def draft_tokenizer(options: JoinOptions) -> str:
     """The digest of the draft model's tokenizer. Raises ``ConfigError``."""
-    return Tokenizer.of_directory(options.model_directories[0]).digest
+    return Tokenizer.of_directory(options.models[0]).digest
 
 
 @asynccontextmanager
@@ -390,7 +390,7 @@ async def open_drafter(
     world: World, options: JoinOptions, console: Console, notify: Notify
 ) -> AsyncIterator[DraftServer]:
     """Load the draft model, and draft with it within the block. Raises ``P2PTrainError``."""
-    tokenizer, name = draft_tokenizer(options), model_name(options.model_directories[0])
+    tokenizer, name = draft_tokenizer(options), model_name(options.models[0])
     async with AsyncExitStack() as stack:
         compute = ComputeThread(world.threads)
         stack.callback(compute.close)

@@ -82,19 +82,19 @@ def test_a_member_listens_where_its_seed_can_reach_it(seed: str, host: str) -> N
 
 def test_worker_that_may_draft_has_a_model(command: Command, begun: list[JoinOptions], model: Path) -> None:
     assert command("join", "--allow", "train, draft", "--model", model, "--hours", "22-8").code == 0
-    assert (begun[0].allowed, begun[0].models) == ({"train", "draft"}, [str(model)])
+    assert (begun[0].allowed, begun[0].models) == ({"train", "draft"}, [model])
 
 
 def test_a_verifier_and_its_options(command: Command, begun: list[JoinOptions], model: Path) -> None:
     outcome = command("join", "10.0.0.7", "--role", "verifier", "--model", model, "--sessions", "3", "--memory", "1G")
     assert (outcome.code, outcome.err) == (0, "")
-    assert begun == [JoinOptions("10.0.0.7", role="verifier", models=[str(model)], sessions=3, memory="1G")]
+    assert begun == [JoinOptions("10.0.0.7", role="verifier", models=[model], sessions=3, memory="1G")]
     command("join", "--role", "verifier", "--model", model, "--split", "2", "--http", "[::1]:8000")
-    assert (begun[-1].models, begun[-1].split, begun[-1].http_place) == ([str(model)], 2, ("::1", 8000))
+    assert (begun[-1].models, begun[-1].split, begun[-1].http_place) == ([model], 2, ("::1", 8000))
     command("join", "--role", "verifier", "--model", model, "--split", "--dtype", "bf16")
     assert (begun[-1].split, begun[-1].http_place, begun[-1].dtype) == (0, None, "bf16")
     command("join", "--role", "verifier", "--model", model, "--model", model)
-    assert begun[-1].models == [str(model)] * 2, "names are compared when it begins to serve"
+    assert begun[-1].models == [model] * 2, "names are compared when it begins to serve"
 
 
 def test_existing_server_needs_no_model(command: Command, begun: list[JoinOptions]) -> None:
@@ -172,7 +172,7 @@ def test_nonsense_is_told_with_a_remedy(command: Command, arguments: list[str], 
 
 async def test_what_http_cannot_be_is_refused_before_anything_is_dialled(model: Path, tmp_path: Path) -> None:
     root = tmp_path / "state"
-    of = JoinOptions("127.0.0.1:1", role="verifier", models=[str(model)], state=root)
+    of = JoinOptions("127.0.0.1:1", role="verifier", models=[model], state=root)
     with pytest.raises(UserError, match="needs an API key"):
         await serving.join_to_serve(replace(of, http="0.0.0.0:1"))
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="is in use"):

@@ -67,11 +67,11 @@ class Served:
     """A verifier with its model on workers, a drafter, and a client."""
 
     def __init__(
-        self, cluster: Cluster, model: Path, split: int | None = 2, dtype: str = "", **more: list[str]
+        self, cluster: Cluster, model: Path, split: int | None = 2, dtype: str = "", **more: list[Path]
     ) -> None:
         self.cluster, self._model = cluster, model
         self.workers: dict[str, Peer] = {}
-        models = [str(model), *more.pop("others", [])]
+        models = [model, *more.pop("others", [])]
         options = JoinOptions(role="verifier", models=models, split=split, dtype=dtype, **more)
         self.verifier = self._serve("verifier", serving_module.serve, options)
         self.drafter: Peer | None = None
@@ -84,7 +84,7 @@ class Served:
         return self.cluster.serve(role, program)
 
     def draft(self) -> None:
-        options = JoinOptions(role="drafter", models=[str(self._model)], device="cpu", threads=1)
+        options = JoinOptions(role="drafter", models=[self._model], device="cpu", threads=1)
         self.drafter = self._serve("drafter", serving_module.serve, options)
 
     def told(self, kind: str) -> int:
@@ -135,7 +135,7 @@ def join(cluster: Cluster, slot: int, memory_bytes: int = HALF_BYTES) -> Peer:
 
 @asynccontextmanager
 async def serving(
-    tmp_path: Path, model: Path, split: int | None = 2, dtype: str = "", **more: list[str]
+    tmp_path: Path, model: Path, split: int | None = 2, dtype: str = "", **more: list[Path]
 ) -> AsyncIterator[Served]:
     cluster = VirtualCluster(tmp_path / "cluster", MemoryNetwork())
     await cluster.start_seed()
@@ -221,11 +221,11 @@ async def test_verifier_of_two_models_writes_with_the_one_that_is_named(tmp_path
     if other == "model":
         made(tmp_path, name="other", seed=3)
         expected.append(reference(second, 20, GREEDY))
-        more = {"others": [str(second)]}
+        more = {"others": [second]}
     else:
         tuned = adapted(model, second, ["q_proj", "down_proj"])
         expected.append(tuple(generated(tuned, list(PROMPT.encode()), 20, Sampling(temperature=0))))
-        more = {"adapters": [str(second)]}
+        more = {"adapters": [second]}
     assert expected[0] != expected[1]
     async with serving(tmp_path, model, None, **more) as served:
         assert [text.split()[0] for text in served.said("serving")] == ["model", "other"]

@@ -42,17 +42,17 @@ def test_how_a_model_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 async def test_more_stages_than_layers_are_refused_before_it_joins(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 4}')
-    await check(JoinOptions(role="verifier", models=[str(tmp_path)], split=4))
+    await check(JoinOptions(role="verifier", models=[tmp_path], split=4))
     with pytest.raises(UserError, match="a model of 4 layers cannot have 9 stages"):
-        await check(JoinOptions(role="verifier", models=[str(tmp_path)], split=9))
+        await check(JoinOptions(role="verifier", models=[tmp_path], split=9))
 
 
 async def test_models_of_one_name_are_refused_before_it_joins(tmp_path: Path) -> None:
     twins = [tmp_path / side / "small" for side in ("one", "two")]
     with pytest.raises(UserError, match="two models are called small") as caught:
-        await check(JoinOptions(role="verifier", models=[str(directory) for directory in twins]))
+        await check(JoinOptions(role="verifier", models=twins))
     assert "different names" in caught.value.remedy
-    many = [str(tmp_path / f"model-{number}") for number in range(MOST_MODELS + 1)]
+    many = [tmp_path / f"model-{number}" for number in range(MOST_MODELS + 1)]
     with pytest.raises(UserError, match="at most 16 models"):
         await check(JoinOptions(role="verifier", models=many))
     await check(JoinOptions(role="verifier", models=many[1:]))
@@ -68,7 +68,7 @@ async def test_adapter_of_another_model_is_refused_before_it_joins(tmp_path: Pat
     (adapter / "adapter_config.json").write_text(json.dumps(config))
 
     def of(model: Path, *adapters: Path) -> JoinOptions:
-        return JoinOptions(role="verifier", models=[str(model)], adapters=[str(each) for each in adapters])
+        return JoinOptions(role="verifier", models=[model], adapters=list(adapters))
 
     await check(of(base, adapter))
     with pytest.raises(UserError, match=r"adapter is an adapter of .*/base, not of .*/other"):
@@ -169,7 +169,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @on_virtual_time
 async def test_a_model_is_told_of_with_what_verifiers_must_know(model: Path) -> None:
-    member = await served(JoinOptions(role="drafter", models=[str(model)]))
+    member = await served(JoinOptions(role="drafter", models=[model]))
     assert member.serving is not None
     [said] = member.serving()
     assert (said.model, said.vocab_size, said.context) == ("small", 97, 512)
@@ -178,14 +178,14 @@ async def test_a_model_is_told_of_with_what_verifiers_must_know(model: Path) -> 
 
 
 def test_a_model_drafts_in_the_type_that_is_asked_for(model: Path) -> None:
-    member = run_virtual(served(JoinOptions(role="drafter", models=[str(model)], dtype="bf16")))
+    member = run_virtual(served(JoinOptions(role="drafter", models=[model], dtype="bf16")))
     assert member.told == ["small drafts on stand-in in bf16, 512 tokens of context"]
 
 
 def test_a_model_beyond_its_memory_or_without_a_tokenizer_is_refused(model: Path) -> None:
     save_file({"a": np.zeros(9, np.uint8)}, model / "model.safetensors")  # the loaded weights are larger
     with pytest.raises(ResourceError, match="--memory is 40 B"):
-        run_virtual(served(JoinOptions(role="drafter", models=[str(model)], memory="40")))
+        run_virtual(served(JoinOptions(role="drafter", models=[model], memory="40")))
     (model / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="tokenizer"):
-        run_virtual(served(JoinOptions(role="drafter", models=[str(model)])))
+        run_virtual(served(JoinOptions(role="drafter", models=[model])))
