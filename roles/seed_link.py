@@ -65,13 +65,9 @@ _PASSING = frozenset({RefusalCode.BUSY, RefusalCode.SHUTTING_DOWN, RefusalCode.T
 T = TypeVar("T")
 
 
-def _is_final(problem: P2PTrainError) -> bool:
-    return isinstance(problem, Refused) and problem.code in _FINAL
-
-
 def is_transient(problem: P2PTrainError) -> bool:
     """Whether a seed that is not there, busy or restarting may soon accept a newcomer. Other refusals stay."""
-    return isinstance(problem, NetworkError) or (isinstance(problem, Refused) and problem.code in _PASSING)
+    return isinstance(problem, NetworkError) or problem.code in _PASSING
 
 
 def no_retry(problem: P2PTrainError) -> float:
@@ -236,7 +232,7 @@ class SeedLink:
             problem = await self._live(connection, welcome)
             if self._leaving:
                 return
-            if _is_final(problem):
+            if problem.code in _FINAL:
                 raise problem
             self._on_down(problem)
             connection, welcome = await self._find_again()
@@ -262,7 +258,7 @@ class SeedLink:
                 network = self._world.network
                 connection, welcome = await dial(network, *place, hello, timeout_s=DIAL_S, expect_role="seed")
             except P2PTrainError as problem:
-                if _is_final(problem):
+                if problem.code in _FINAL:
                     raise
                 problems.append(problem)
                 continue
@@ -283,7 +279,7 @@ class SeedLink:
 
         def retry_time_s(problem: P2PTrainError) -> float:
             nonlocal tell_at
-            if _is_final(problem):
+            if problem.code in _FINAL:
                 return 0.0
             # The loss of the seed was reported already; this refusal was not.
             if isinstance(problem, Refused) and clock.now() >= tell_at:

@@ -299,7 +299,7 @@ class CircuitNetwork:
             if on_problem is not None:
                 on_problem(error, connection.ends.remote)
             with suppress(ConnectionLost):
-                connection.send(last_word(error.code if isinstance(error, Refused) else RefusalCode.PROTOCOL, error))
+                connection.send(last_word(error))
             await connection.close()
         finally:
             if not busy:

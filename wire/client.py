@@ -98,8 +98,7 @@ async def answer_request(request: Request, result: Awaitable[dict[str, Any]]) ->
     try:
         return Response(request.id, await result)
     except P2PTrainError as problem:
-        code = problem.code if isinstance(problem, Refused) else "failed"
-        return Response(request.id, {}, code, problem.message, problem.remedy)
+        return Response(request.id, {}, problem.code, problem.message, problem.remedy)
 
 
 R = TypeVar("R", bound=Record)

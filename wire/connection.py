@@ -304,7 +304,7 @@ class Connection(asyncio.BufferedProtocol):
         if not self._attached:
             return
         if isinstance(cause, ProtocolError) and not self._transport.get_write_buffer_size():
-            refuse = last_word(RefusalCode.PROTOCOL, cause)
+            refuse = last_word(cause)
             self._write_control(refuse, encode(refuse))
             if not self._transport.get_write_buffer_size():
                 self._transport.close()
@@ -437,8 +437,10 @@ class Connection(asyncio.BufferedProtocol):
         self._transport.write(frame)
 
 
-def last_word(code: str, error: P2PTrainError) -> Refuse:
+def last_word(error: P2PTrainError) -> Refuse:
     """Make the ``Refuse`` that reports ``error`` to a peer, cut to fit a handshake frame."""
+    codes = ((ProtocolError, RefusalCode.PROTOCOL), (DeadlineExceeded, RefusalCode.TOO_SLOW))
+    code = next((code for kind, code in codes if isinstance(error, kind)), error.code)
     return Refuse(code, _printable(error.message), _printable(error.remedy))
 
 

@@ -445,11 +445,11 @@ class PeerServer:
                 answer = await self._decide(hello, connection)
         except DeadlineExceeded:
             silent = no_answer(*connection.ends.remote, HANDSHAKE_TIMEOUT_S, did="connected, and said nothing")
-            return last_word(RefusalCode.TOO_SLOW, silent)
+            return last_word(silent)
         except TimeoutError:
             return Refuse(RefusalCode.TOO_SLOW, f"no decision within {DECISION_TIMEOUT_S:g} s", "try again")
         except Refused as error:
-            return last_word(error.code, error)
+            return last_word(error)
         return answer if isinstance(answer, Refuse) else (hello, answer)
 
 

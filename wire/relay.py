@@ -126,7 +126,7 @@ class _RelayEnd(asyncio.BufferedProtocol):
 
     def close(self, error: P2PTrainError | None) -> None:
         if self._other is None and error is not None and not self._transport.is_closing():
-            self._write(last_word(RefusalCode.UNREACHABLE, error))
+            self._write(last_word(Refused(RefusalCode.UNREACHABLE, error.message, remedy=error.remedy)))
             self._transport.close()
         else:
             self._transport.abort()

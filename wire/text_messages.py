@@ -67,12 +67,11 @@ _CODES: dict[str, type[P2PTrainError]] = {
 
 
 def encode_refusal(error: P2PTrainError) -> StreamRefused:
-    code = error.code if isinstance(error, Refused) else "failed"
+    code = error.code
     for name, kind in _CODES.items():
         if isinstance(error, kind):
             code = name
-    after_s = error.retry_after_s if isinstance(error, Refused) else 0
-    return StreamRefused(shortened(code, 64), shortened(error.message), shortened(error.remedy), after_s)
+    return StreamRefused(shortened(code, 64), shortened(error.message), shortened(error.remedy), error.retry_after_s)
 
 
 def error_untrusted(message: StreamRefused) -> P2PTrainError:

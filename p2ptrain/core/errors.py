@@ -22,9 +22,14 @@ class P2PTrainError(Exception):
     Args:
         message: what happened and where, one line, without a trailing full stop.
         remedy: what the person can do, one line; may be empty.
+
+    Attributes:
+        code, retry_after_s: as of ``Refused``, for programs that are told of the error.
     """
 
     exit_code: int = 1
+    code: str = "failed"
+    retry_after_s: int = 0
 
     def __init__(self, message: str, *, remedy: str = "") -> None:
         super().__init__(message)

@@ -111,8 +111,7 @@ class EnrolmentPolicy:
                 case _:
                     raise ProtocolError(f"unexpected message {type(message).__name__} during enrolment")
         except P2PTrainError as problem:
-            code = problem.code if isinstance(problem, Refused) else RefusalCode.PROTOCOL
-            send_if_open(connection, last_word(code, problem))
+            send_if_open(connection, last_word(problem))
             raise
 
     async def _enrol(
@@ -320,5 +319,5 @@ class Acceptor:
 
 def is_passing(problem: P2PTrainError) -> bool:
     """Whether a peer that was not reached may soon be: it, or this seed, is only busy."""
-    slow = isinstance(problem, Refused) and problem.code in (RefusalCode.BUSY, RefusalCode.TOO_SLOW)
+    slow = problem.code in (RefusalCode.BUSY, RefusalCode.TOO_SLOW)
     return slow or isinstance(problem, DeadlineExceeded) or is_out_of_files(problem.__cause__)

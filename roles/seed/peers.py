@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError
+from p2ptrain.core.errors import ConnectionLost, ProtocolError
 from p2ptrain.core.ids import is_id
 from p2ptrain.core.plugins import MOST_OFFERED, OFFER
 from p2ptrain.core.texts import printable
@@ -27,10 +27,10 @@ from roles.member import allowed_kinds
 from wire.chain_messages import PartsHeld
 from wire.circuits import peer_of_host
 from wire.client import PendingCalls
-from wire.connection import Connection, Received, last_word
+from wire.connection import Connection, Received
 from wire.enrol import RENEW
 from wire.job_messages import CheckpointSaved, MemberRecord, Report, StepMetrics
-from wire.messages import EventNotice, Heartbeat, Hello, Message, RefusalCode
+from wire.messages import EventNotice, Heartbeat, Hello, Message
 from wire.records import PartInfo, ServingInfo
 from wire.text_messages import MAX_DRAFTERS, MODEL_CHARS, MOST_MODELS, DrafterAddress, DrafterList, Serving
 
@@ -291,11 +291,6 @@ def whole(value: object, most: int = MAX_WHOLE) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return 0
     return int(min(max(value, 0), most))
-
-
-def send_last_word(connection: Connection, problem: P2PTrainError) -> None:
-    code = RefusalCode.PROTOCOL if isinstance(problem, ProtocolError) else RefusalCode.TOO_SLOW
-    send_if_open(connection, last_word(code, problem))
 
 
 def send_if_open(connection: Connection, message: Message) -> None:

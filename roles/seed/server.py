@@ -44,7 +44,6 @@ from roles.seed.peers import (
     part_infos_of,
     seed_beats,
     send_if_open,
-    send_last_word,
 )
 from roles.seed.pool import Pool
 from roles.seed.store import SeedStore
@@ -196,7 +195,7 @@ class Seed:
             try:
                 await self.operator_api.serve(connection)
             except P2PTrainError as problem:
-                send_last_word(connection, problem)
+                send_if_open(connection, last_word(problem))
                 raise
             finally:
                 self.acceptor.operators.pop(connection, None)
@@ -226,7 +225,7 @@ class Seed:
             end = await self._receive(peer)
         except P2PTrainError as problem:
             end = co.PeerLost(peer.id, problem.message)
-            send_last_word(connection, problem)
+            send_if_open(connection, last_word(problem))
             raise
         finally:
             if not self.acceptor.closed and self.peers.is_current(peer):
@@ -259,7 +258,7 @@ class Seed:
         try:
             self.gate.judge(connection)
         except Refused as problem:
-            send_if_open(connection, last_word(problem.code, problem))
+            send_if_open(connection, last_word(problem))
             assert self._tasks is not None
             start_in(self._tasks, connection.close(), "close")
             return problem
@@ -359,7 +358,7 @@ class Seed:
                 if self.peers.is_current(peer):
                     await self._handle_of_job(peer, self.jobs.controllers.get(peer.job), message)
             except P2PTrainError as problem:
-                send_last_word(peer.connection, problem)
+                send_if_open(peer.connection, last_word(problem))
                 peer.connection.abort(problem)
             early.popleft()
         controller.census.over.set()

@@ -22,7 +22,6 @@ from p2ptrain.core.errors import (
     NetworkError,
     P2PTrainError,
     ProtocolError,
-    Refused,
     UserError,
 )
 from p2ptrain.core.serving import Sampling
@@ -269,8 +268,7 @@ class ChainSession:
         except DeadlineExceeded as problem:
             self.event(ev.StageDeclined(asked.stage, asked.ask, ev.TOO_SLOW, problem.message, problem.remedy))
         except P2PTrainError as problem:
-            code = problem.code if isinstance(problem, Refused) else "failed"
-            self.event(ev.StageDeclined(asked.stage, asked.ask, code, problem.message, problem.remedy))
+            self.event(ev.StageDeclined(asked.stage, asked.ask, problem.code, problem.message, problem.remedy))
         else:
             self.event(ev.StageAnswered(asked.stage, asked.ask, position))
 

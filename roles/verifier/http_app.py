@@ -116,8 +116,7 @@ def problem_of(error: P2PTrainError) -> Problem:
     if isinstance(error, UserError):
         return Problem(400, message, code="invalid_value")
     if isinstance(error, Refused | ResourceError):
-        after_s = error.retry_after_s if isinstance(error, Refused) else 0
-        return Problem(503, message, code="overloaded", retry_after_s=after_s or RETRY_AFTER_S)
+        return Problem(503, message, code="overloaded", retry_after_s=error.retry_after_s or RETRY_AFTER_S)
     if isinstance(error, NetworkError | PeerError):
         return Problem(503, message, code="model_unreachable")
     return Problem(500, message, code="model_failed")

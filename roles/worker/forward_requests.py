@@ -398,6 +398,4 @@ class ForwardRequests:
 def _code(problem: P2PTrainError) -> str:
     if isinstance(problem, Preempted):
         return PREEMPTED
-    if isinstance(problem, Refused):
-        return problem.code
-    return RefusalCode.PROTOCOL if isinstance(problem, ProtocolError) else "failed"
+    return RefusalCode.PROTOCOL if isinstance(problem, ProtocolError) else problem.code

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.cluster.access import Caller, CodeNeeded, reach
-from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused, Unreachable, UserError
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused, Unreachable
 from roles.seed import join_codes
 from roles.seed.join_codes import MAX_ATTEMPTS
 from roles.seed_link import is_transient
@@ -235,7 +235,7 @@ class Impostor(Owner):
             connection.send(self._sends)
 
 
-@pytest.mark.parametrize("sends", [None, CodeProof(bytes(32)), last_word("busy", UserError("no", remedy="again"))])
+@pytest.mark.parametrize("sends", [None, CodeProof(bytes(32)), last_word(Refused("busy", "no", remedy="again"))])
 async def test_a_stranger_in_the_seeds_place_has_one_guess(sends: Message | None) -> None:
     async with Impostor("000001", sends).listening(TcpNetwork()) as impostor:
         with pytest.raises(Refused) as caught:

@@ -91,7 +91,7 @@ class Seed(Owner):
                 if offer is None:
                     await connection.closed.wait()
         except Refused as error:
-            connection.send(last_word(error.code, error))
+            connection.send(last_word(error))
             raise
 
     def _answer(self, message: Message, nonce: bytes) -> Message:
