@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from p2ptrain.cluster.access import open_operator, operator
+from p2ptrain.cluster.access import operator
 from p2ptrain.cluster.client import AsyncClient, Client
 from p2ptrain.cluster.loops import ServiceThread
 from p2ptrain.cluster.running import announce_seed
@@ -334,9 +334,6 @@ class LocalCluster:
 
     def operator(self) -> AbstractAsyncContextManager[SeedClient]:
         return operator((LOOPBACK, self.port), state=self.root)
-
-    async def connect(self) -> SeedClient:
-        return (await open_operator((LOOPBACK, self.port), state=self.root))[1]
 
     async def wait_until_joined(self, names: Collection[str]) -> None:
         """Wait until the seed lists these peers. Raises ``JobFailed`` after a time limit, or if a process ends."""

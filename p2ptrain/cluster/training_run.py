@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -146,16 +146,13 @@ class TrainingRun:
         self.view: FullScreenView | None = None
         self._plan, self._console, self._on_served = plan, console, on_served
         self._workers: list[PeerProcess] = []
-        self._client: SeedClient | None = None
+        self._client: SeedClient  # of the seed that ``begin`` starts
+        self._stack = AsyncExitStack()
+        self._stack.push_async_callback(cluster.end)
         self._observers: dict[str, JobObserver] = {}  # role → observer of a job that is not done yet
         self._trained: dict[str, JobSummary] = {}  # role → summary of a job that is done
         self._served: ServedPair | None = None
         self._has_begun = False  # a step was trained
-
-    @property
-    def client(self) -> SeedClient:
-        assert self._client is not None
-        return self._client
 
     async def begin(self) -> None:
         """Start the seed, find the jobs that are left, and start workers if there are any.
@@ -167,7 +164,7 @@ class TrainingRun:
             await self.cluster.start_seed()
         if self.cluster.url:
             console.event("info", f"watch in a browser: {self.cluster.url}")
-        self._client = client = await self.cluster.connect()
+        self._client = client = await self._stack.enter_async_context(self.cluster.operator())
         profiles = [profile for _, profile in plan.models().values()]
         lengthened = dict[str, tuple[str, int]]()
         unfinished = await resume_unfinished(client, profiles, self.cluster.root, cancel_others=plan.new)
@@ -202,7 +199,7 @@ class TrainingRun:
     async def _find_finished(self, profile: Profile) -> str:
         """The job of these settings that is done after fewer steps, and can go on; empty if there is none. Raises
         ``UserError`` if it had more steps."""
-        async for job in done_jobs(self.client, profile, steps=profile.job.steps):
+        async for job in done_jobs(self._client, profile, steps=profile.job.steps):
             text = f"job {job.name} ({job.id}) of these settings is done at step {job.step:,}"
             if job.steps_total == profile.job.steps:
                 self._console.event("info", f"{text}; a new one begins at step 0")
@@ -219,7 +216,7 @@ class TrainingRun:
         until = time.monotonic() + JOIN_S
         while True:
             try:
-                await self.client.change_settings(job, {"job.steps": steps})
+                await self._client.change_settings(job, {"job.steps": steps})
                 return
             except Refused as refusal:
                 if refusal.code != "holder-away" or time.monotonic() > until:
@@ -236,7 +233,7 @@ class TrainingRun:
                 self._on_step(self._console, row, observer.info.steps_total, label)
 
         self._observers[role] = observer = JobObserver(job, on_step=on_step)
-        await observer.begin(self.client)
+        await observer.begin(self._client)
 
     async def work(self) -> None:
         """Train. Then serve a pair until a needed process ends, which raises ``JobFailed``. Returns if a job failed."""
@@ -281,8 +278,8 @@ class TrainingRun:
     async def _watch_jobs(self) -> None:
         """Show the progress until all jobs have ended, or one has failed."""
         observers, shown = list(self._observers.values()), ""
-        began = (await self.client.cluster()).started_at
-        async for records in self.client.news():
+        began = (await self._client.cluster()).started_at
+        async for records in self._client.news():
             for record in records:
                 self._report_news(record, began)
                 for observer in observers:
@@ -344,15 +341,15 @@ class TrainingRun:
         try:
             async with asyncio.timeout(SAVE_S):
                 for observer in self._observers.values():
-                    info, _ = await self.client.job(observer.job)
+                    info, _ = await self._client.job(observer.job)
                     if info.state not in _UNDER_WAY:
                         continue
-                    await self.client.tell_job(info.id, "pause")
+                    await self._client.tell_job(info.id, "pause")
                     saved: list[CheckpointInfo] = []
                     while info.state in _UNDER_WAY or (info.state == "paused" and not _is_saved(info, saved)):
                         await asyncio.sleep(SAVE_LOOK_S)
-                        info, _ = await self.client.job(info.id)
-                        saved = await self.client.checkpoints(info.id)
+                        info, _ = await self._client.job(info.id)
+                        saved = await self._client.checkpoints(info.id)
         except (TimeoutError, P2PTrainError) as error:
             text = error.message if isinstance(error, P2PTrainError) else f"it took longer than {SAVE_S:g} s"
             self._console.event("warning", f"the newest steps may not be saved: {text}")
@@ -361,7 +358,7 @@ class TrainingRun:
         """Name the jobs that were created meanwhile, and that are not over."""
         own, state = {observer.job for observer in self._observers.values()}, quote(str(self.cluster.root))
         with suppress(P2PTrainError):  # the seed may be lost
-            for job in await self.client.jobs():
+            for job in await self._client.jobs():
                 if job.state not in FINISHED_STATES and job.id not in own:
                     go_on = f"run `p2ptrain seed --state {state}`, and `p2ptrain join` for each worker"
                     self._console.event("warning", f"job {job.name} ({job.id}) is not done; to go on with it {go_on}")
@@ -371,8 +368,8 @@ class TrainingRun:
         info, newest, is_saved = observer.info, None, True
         assert info is not None, "each observer has begun"
         with suppress(P2PTrainError):  # the seed may be lost: then the newest report counts
-            info, _ = await self.client.job(observer.job)
-            saved = await self.client.checkpoints(observer.job)
+            info, _ = await self._client.job(observer.job)
+            saved = await self._client.checkpoints(observer.job)
             newest, is_saved = newest_of(saved), _is_saved(info, saved)
         summary = summarize_job(info, newest)
         if info.state in FINISHED_STATES:
@@ -383,9 +380,7 @@ class TrainingRun:
         return summary | {"state": UNSAVED, "reason": text}
 
     async def end(self) -> None:
-        if self._client is not None:
-            await self._client.close()
-        await self.cluster.end()
+        await self._stack.aclose()
 
     # -------------------------------------------------------------------------------------------------------- serving
 

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from p2ptrain.cluster.client import ProfileSource, frame_of, load_program_profile, optional_package
+from p2ptrain.cluster.client import Client, ProfileSource, frame_of, load_program_profile, optional_package
 from p2ptrain.cluster.console import Console
 from p2ptrain.cluster.jobs import UNSAVED, JobSummary, show_step
 from p2ptrain.cluster.local_cluster import LocalCluster, new_run_directory, own_texts
@@ -21,7 +21,6 @@ from p2ptrain.cluster.loops import ServiceThread
 from p2ptrain.cluster.models import check_workers, resolve_inputs
 from p2ptrain.cluster.training_run import TrainingPlan, TrainingRun
 from p2ptrain.core.errors import JobFailed, StorageError
-from wire.client import SeedClient
 from wire.records import MetricRow
 
 
@@ -65,7 +64,8 @@ def train(
         console.finish()
         summary = thread.call(run.outcome())
         assert summary is not None, "only a pair has none"
-        rows = thread.call(_all_metrics(run.client, summary["job"]))
+        with Client(run.cluster.address, state=root) as client:
+            rows = client.metrics(summary["job"])
     finally:
         console.finish()
         thread.call(run.end())
@@ -74,10 +74,6 @@ def train(
         kind = StorageError if summary["state"] == UNSAVED else JobFailed
         raise kind(f"the job is {summary['state']}: {summary['reason']}", remedy=f"see the logs in {root / 'logs'}")
     return TrainingResult(summary, loaded.loss_unit, rows, root)
-
-
-async def _all_metrics(client: SeedClient, job: str) -> list[MetricRow]:
-    return [row async for row in client.all_metrics(job)]
 
 
 class StepBar(Console):

@@ -188,8 +188,8 @@ async def test_job_that_was_created_meanwhile_is_named_at_the_end(
     start = machine.start_peer
 
     async def start_peer(local: LocalCluster, *where: Any, **more: Any) -> PeerProcess:
-        client = await local.connect()
-        await client.tell_job(await client.create_job("later", "tiny", PROFILE.to_spec()), "pause")
+        async with local.operator() as client:
+            await client.tell_job(await client.create_job("later", "tiny", PROFILE.to_spec()), "pause")
         return await start(local, *where, **more)
 
     machine.start_peer = start_peer  # type: ignore[method-assign]
