@@ -236,16 +236,17 @@ class NeighbourLinks:
     def _ended(self, neighbour: Neighbour, connection: Connection, error: P2PTrainError) -> None:
         """End the links after the end of a connection, unless the current operation can complete without it."""
         if not neighbour.leaving:
-            self.take_loss(neighbour, connection, error)
+            self.take_failure(connection, error)
         elif not self.owner.is_busy() or self.owner.expects(connection):
             self.give_up(neighbour, ConnectionLost(f"it left the {self._what}"))
         elif self.parted is None:
             self.parted = neighbour
 
-    def take_loss(self, neighbour: Neighbour, connection: Connection, error: P2PTrainError) -> None:
+    def take_failure(self, connection: Connection, error: P2PTrainError) -> None:
         """Handle a failed connection. The neighbour has one heartbeat interval to name another member as lost. A
         process that died ends all connections at once, and the end of its heartbeat connection decides immediately: any
         ``MemberLost`` sent before has been read by then."""
+        neighbour = next(known for known in self.neighbours if connection in known.connections)
         wait_s = self.beats.interval_s
         if not wait_s or connection is neighbour.beat or neighbour.leaving or not isinstance(error, ConnectionLost):
             self.give_up(neighbour, error)
@@ -283,11 +284,6 @@ class NeighbourLinks:
     @property
     def bytes_out(self) -> int:
         return sum(connection.bytes_out for neighbour in self.neighbours for connection in neighbour.connections)
-
-    def take_failure(self, connection: Connection, error: P2PTrainError) -> None:
-        self.take_loss(
-            next(neighbour for neighbour in self.neighbours if connection in neighbour.connections), connection, error
-        )
 
     def follow_loss(self, broken: RingBroken) -> bool:
         """End the links because another ring of the view broke. False if ``broken`` names no member of this view."""
