@@ -1,7 +1,7 @@
 """The serving view: verifiers with their drafters, from what each reports.
 
 Unknown figures are None. A verifier's figures describe the last tokens that it wrote. While it writes none they are
-outdated and shown faded (``Verifier.idle``).
+outdated and shown faded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from wire.text_messages import DrafterFigures
 
 LABEL = 10
 """Cells of the label before a line of figures."""
-SPENT = tuple(fmt.SPENT_LOOKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,33 +32,10 @@ class ShownDrafter:
     pace: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Verifier:
-    """A model of a verifier and its drafters, those that are right most often first."""
-
-    info: ServingInfo
-    drafters: tuple[ShownDrafter, ...]
-
-    def figure(self, name: str) -> float | None:
-        return self.info.stats.get(name)
-
-    @property
-    def idle(self) -> bool:
-        return not self.info.sessions
-
-    @property
-    def wrote(self) -> bool:
-        return self.figure("token_ms") is not None
-
-    @property
-    def spent_ms(self) -> list[tuple[str, float]]:
-        return [(name, max(0.0, self.figure(f"{name}_ms") or 0.0)) for name in SPENT]
-
-
-def verifiers_of(serving: Mapping[str, ServingInfo]) -> list[Verifier]:
+def verifiers_of(serving: Mapping[str, ServingInfo]) -> list[ServingInfo]:
     """All models of verifiers: active ones first, then by the verifier's name."""
-    found = [Verifier(info, _drafters(info, serving)) for info in serving.values() if info.role == "verifier"]
-    return sorted(found, key=lambda verifier: (verifier.idle, verifier.info.name, verifier.info.id))
+    found = [info for info in serving.values() if info.role == "verifier"]
+    return sorted(found, key=lambda info: (not info.sessions, info.name, info.id))
 
 
 def unused_drafters(serving: Mapping[str, ServingInfo]) -> list[ServingInfo]:
@@ -68,66 +44,69 @@ def unused_drafters(serving: Mapping[str, ServingInfo]) -> list[ServingInfo]:
     return sorted(found, key=lambda info: (info.name, info.id))
 
 
-def _drafters(info: ServingInfo, serving: Mapping[str, ServingInfo]) -> tuple[ShownDrafter, ...]:
+def drafters_of(info: ServingInfo, serving: Mapping[str, ServingInfo]) -> list[ShownDrafter]:
+    """The drafters of a verifier, those that are right most often first."""
     found, served = [], {other.peer: other for other in serving.values()}
     for figures in info.drafters:
         if (known := served.get(figures.peer)) is not None:
             found.append(ShownDrafter(figures, known.name, known.model, known.stats.get("tokens_per_s")))
         else:
             found.append(ShownDrafter(figures, figures.peer, "", None))
-    return tuple(sorted(found, key=lambda shown: (-(shown.figures.alpha or 0.0), shown.name, shown.figures.peer)))
+    return sorted(found, key=lambda shown: (-(shown.figures.alpha or 0.0), shown.name, shown.figures.peer))
 
 
 def draw_verifier(
-    verifier: Verifier, look_of: Callable[[str], Look], paces: Sequence[float | None], width: int, way_of: fmt.WayOf
+    info: ServingInfo,
+    drafters: Sequence[ShownDrafter],
+    look_of: Callable[[str], Look],
+    paces: Sequence[float | None],
+    width: int,
+    way_of: fmt.WayOf,
 ) -> list[Row]:
     """Rows of spans, each at most ``width`` cells. ``paces``: tokens per second, for each of the last seconds."""
-    rows = [_title(verifier, look_of, width)]
+    rows = [_title(info, look_of, width)]
     figures: list[Row] = []
-    if verifier.wrote:
-        figures += [_pace(verifier, paces, width - 2), *_waits(verifier, width - 2), *_token(verifier, width - 2)]
-        figures += _drafts(verifier, width - 2)
-    if verifier.idle:
+    if "token_ms" in info.stats:
+        waits = _labelled("waits", fmt.waits_in_words(info.stats), width - 2)
+        figures = [_pace(info, paces, width - 2), *waits, *_token(info, width - 2), *_drafts(info, width - 2)]
+    if not info.sessions:
         figures = [[Span(span.text, "dim") for span in row] for row in figures]
     rows += [[Span("  "), *row] for row in figures]
-    if verifier.drafters:
-        rows += [[], *([Span("  "), *row] for row in _drafter_rows(verifier, look_of, width - 2, way_of))]
+    if drafters:
+        table = _drafter_rows(info.peer, drafters, look_of, width - 2, way_of)
+        rows += [[], *([Span("  "), *row] for row in table)]
     return [fmt.cut(row, width) for row in rows]
 
 
-def _title(verifier: Verifier, look_of: Callable[[str], Look], width: int) -> Row:
-    info, look = verifier.info, look_of(verifier.info.peer)
+def _title(info: ServingInfo, look_of: Callable[[str], Look], width: int) -> Row:
+    look = look_of(info.peer)
     row = [Span(f"{look.symbol} ", look.role), Span(f"{fit(info.name, 24)}  ", "strong"), Span(fit(info.label, 40))]
-    written = verifier.figure("tokens") or 0.0
-    parts = ["idle" if verifier.idle else fmt.plural(info.sessions, "text")]
-    if waiting := verifier.figure("waiting"):
+    written = info.stats.get("tokens", 0.0)
+    parts = [fmt.plural(info.sessions, "text") if info.sessions else "idle"]
+    if waiting := info.stats.get("waiting"):
         parts.append(f"{fmt.count(waiting)} waiting")
     parts += [f"{fmt.count(written)} tokens so far" if written else "nothing written yet"]
-    if verifier.idle and verifier.wrote:
+    if not info.sessions and "token_ms" in info.stats:
         parts.append("figures of the last texts")
     if info.http:
         parts.append(info.http)
     return fmt.fitting(row, _join_with_dots(parts, "  ", "dim"), width)
 
 
-def _pace(verifier: Verifier, paces: Sequence[float | None], width: int) -> Row:
-    text = f" {fmt.count(verifier.figure('tokens_per_s') or 0.0):>6} tok/s"
+def _pace(info: ServingInfo, paces: Sequence[float | None], width: int) -> Row:
+    text = f" {fmt.count(info.stats.get('tokens_per_s', 0.0)):>6} tok/s"
     cells = max(0, width - LABEL - cell_len(text))
     line = fmt.sparkline(paces, cells) if any(paces) else " " * cells
     return [Span(f"{'pace':<{LABEL}}", "dim"), Span(line, "calm"), Span(text, "strong")]
 
 
-def _waits(verifier: Verifier, width: int) -> list[Row]:
-    return _labelled("waits", fmt.waits_in_words(verifier.info.stats), width)
-
-
-def _token(verifier: Verifier, width: int) -> list[Row]:
-    parts = verifier.spent_ms
+def _token(info: ServingInfo, width: int) -> list[Row]:
+    parts = [(name, max(0.0, info.stats.get(f"{name}_ms", 0.0))) for name in fmt.SPENT_LOOKS]
     whole = sum(spent for _, spent in parts)
-    row: Row = [Span(f" {fmt.millis(verifier.figure('token_ms'))}", "strong")]
-    if (speed_up := verifier.figure("speed_up")) is not None:
+    row: Row = [Span(f" {fmt.millis(info.stats.get('token_ms'))}", "strong")]
+    if (speed_up := info.stats.get("speed_up")) is not None:
         role = "bad" if speed_up < 0.97 else "good" if speed_up > 1.03 else "strong"
-        alone = verifier.figure("alone_ms")
+        alone = info.stats.get("alone_ms")
         beside = f" ({fmt.millis(alone)})" if alone is not None else ""
         row += [Span(f" · {speed_up:.2f}×", role), Span(f" as fast as alone{beside}", "dim")]
     looks = [(fmt.SPENT_LOOKS[name], spent) for name, spent in parts]
@@ -140,9 +119,9 @@ def _token(verifier: Verifier, width: int) -> list[Row]:
     return [[Span(f"{'a token':<{LABEL}}", "dim"), *bar, *row], fmt.cut(legend, width)]
 
 
-def _drafts(verifier: Verifier, width: int) -> list[Row]:
+def _drafts(info: ServingInfo, width: int) -> list[Row]:
     parts: list[str] = []
-    if (alpha := verifier.figure("alpha")) is not None:
+    if (alpha := info.stats.get("alpha")) is not None:
         parts.append(f"{fmt.percent(alpha)} right")
     for name, words in (
         ("accepted_length", "{:.2f} tokens a pass"),
@@ -150,7 +129,7 @@ def _drafts(verifier: Verifier, width: int) -> list[Row]:
         ("bytes_per_token", "{:.1f} B a token"),
         ("alone_share", "{:.0%} of passes without"),
     ):
-        if (value := verifier.figure(name)) is not None:
+        if (value := info.stats.get(name)) is not None:
             parts.append(words.format(value))
     return _labelled("drafts", parts, width)
 
@@ -164,13 +143,15 @@ def _join_with_dots(words: Sequence[str], first: str, role: str) -> Row:
     return [Span(f"{' · ' if index else first}{word}", role) for index, word in enumerate(words)]
 
 
-def _drafter_rows(verifier: Verifier, look_of: Callable[[str], Look], width: int, way_of: fmt.WayOf) -> list[Row]:
-    names = max([cell_len(drafter.name) + cell_len(drafter.model) + 4 for drafter in verifier.drafters])
+def _drafter_rows(
+    peer: str, drafters: Sequence[ShownDrafter], look_of: Callable[[str], Look], width: int, way_of: fmt.WayOf
+) -> list[Row]:
+    names = max([cell_len(drafter.name) + cell_len(drafter.model) + 4 for drafter in drafters])
     columns = [("drafter", min(42, names)), ("right", 12), ("    away", 8), (" drafts/s", 9)]
-    ways = [way_of(verifier.info.peer, drafter.figures.peer) for drafter in verifier.drafters]
+    ways = [way_of(peer, drafter.figures.peer) for drafter in drafters]
     columns += [fmt.WAY_COLUMN] * any(ways)
     rows = []
-    for drafter, way in zip(verifier.drafters, ways, strict=True):
+    for drafter, way in zip(drafters, ways, strict=True):
         figures, look = drafter.figures, look_of(drafter.figures.peer)
         name = [
             Span(f"{look.symbol} ", look.role),
@@ -204,10 +185,10 @@ def serving_rows(frame: Frame, width: int) -> list[Row]:
     if frame.unconnected:
         return explain_connection(frame)
     rows: list[Row] = []
-    for verifier in verifiers_of(store.serving):
-        paces = store.paces(verifier.info.id, frame.now, max(1, width))
-        rows += [*([[]] if rows else []), *draw_verifier(verifier, frame.look_of, paces, width, store.way)]
-        if not verifier.drafters:
+    for info in verifiers_of(store.serving):
+        paces, drafters = store.paces(info.id, frame.now, max(1, width)), drafters_of(info, store.serving)
+        rows += [*([[]] if rows else []), *draw_verifier(info, drafters, frame.look_of, paces, width, store.way)]
+        if not drafters:
             rows += [[], [Span("  no drafter: "), Span(how_to_join(seed_address(frame), "drafter"), "accent")]]
     if not rows:
         text = "A verifier writes with its model; drafters with a small one speed it up:"

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from tests.tui.demo_serving import drafters, verifier
-from tui.format import Look, Row
-from tui.serving import Verifier, draw_verifier, unused_drafters, verifiers_of
+from tui.format import SPENT_LOOKS, Look, Row, percent
+from tui.serving import drafters_of, draw_verifier, unused_drafters, verifiers_of
 from wire.records import ServingInfo
 from wire.text_messages import DrafterFigures
 
@@ -31,27 +31,26 @@ def texts(rows: list[Row]) -> list[str]:
     return ["".join(span.text for span in row) for row in rows]
 
 
-def drawn(one: Verifier, width: int = 100) -> list[str]:
-    return texts(draw_verifier(one, look_of, [1.0, 5.0], width, no_way))
-
-
 def test_a_verifier_has_its_drafters_the_best_first():
     drafts = [DrafterFigures("nils", None, 41.0), DrafterFigures("dora", 0.9, 0.6)]
     info = dataclasses.replace(verifier(1), drafters=drafts)
-    (found,) = verifiers_of(by_id(info, *drafters(1)))
-    assert [each.name for each in found.drafters] == ["dora", "nils"]
-    dora, nils = found.drafters
+    serving = by_id(info, *drafters(1))
+    assert verifiers_of(serving) == [info]
+    dora, nils = found = drafters_of(info, serving)
+    assert [each.name for each in found] == ["dora", "nils"]
     assert (nils.figures, dora.figures, dora.model) == (*drafts, "code-40m")
-    assert [share for _, share in found.spent_ms] == [info.stats[f"{name}_ms"] for name, _ in found.spent_ms]
     known = {("verifier", "nils"): "relayed by desk"}
-    rows = texts(draw_verifier(found, look_of, [], 100, lambda *ends: known.get(ends, "")))
+    rows = texts(draw_verifier(info, found, look_of, [], 100, lambda *ends: known.get(ends, "")))
     assert [row.split()[1] for row in rows if "relayed by desk" in row] == ["nils"]
+    spent = {name: info.stats[f"{name}_ms"] for name in SPENT_LOOKS}
+    words = [f"{name} {percent(ms / sum(spent.values()))}" for name, ms in spent.items()]
+    assert any(all(word in row for word in words) for row in rows)
 
 
 def test_those_that_write_come_first_and_drafters_without_a_verifier_are_named():
     busy, idle = dataclasses.replace(verifier(1), id="b", name="z"), verifier(1, idle=True)
     serving = by_id(idle, busy, *drafters(1), dataclasses.replace(drafters(1)[0], id="lost", peer="lost"))
-    assert [each.info.id for each in verifiers_of(serving)] == ["b", "verifier/code-400m"]
+    assert [each.id for each in verifiers_of(serving)] == ["b", "verifier/code-400m"]
     assert [info.id for info in unused_drafters(serving)] == ["lost"]
 
 
@@ -80,6 +79,5 @@ def test_no_figure_and_no_width_breaks_it(
         stats=stats,
         drafters=[DrafterFigures(f"d{index}", *each) for index, each in enumerate(figures)],
     )
-    for one in verifiers_of(by_id(info)):
-        for line in texts(draw_verifier(one, look_of, paces, width, no_way)):
-            assert cell_len(line) <= width
+    for line in texts(draw_verifier(info, drafters_of(info, by_id(info)), look_of, paces, width, no_way)):
+        assert cell_len(line) <= width
