@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
@@ -72,7 +73,7 @@ def sim(
     options: dict[str, Any] = {"peers": workers, "kinds": kinds, "stages": stages, "strategy": strategy, "rule": rule}
     console = Console()
 
-    def show(verdict: SimulationResult, summary: Summary) -> None:
+    def show(verdict: SimulationResult) -> None:
         if timeline and not as_json:
             typer.echo(f"schedule {verdict.number}, {verdict.peers} machines, fingerprint {verdict.fingerprint}")
             for at_s, text in verdict.timeline:
@@ -83,9 +84,12 @@ def sim(
             text = f"{summary.schedules}/{schedules}, {human_seconds(left_s)} left"
             console.progress(f"{text}, {len(summary.violations)} violations", every_s=PLAIN_S)
 
-    summary, interrupted, numbers = Summary(), False, range(first, first + schedules)
+    summary, interrupted, began = Summary(), False, time.perf_counter()
     try:
-        run_batch(numbers, jobs=processes, on_verdict=show, summary=summary, verbose=timeline, **options)
+        for verdict in run_batch(range(first, first + schedules), jobs=processes, verbose=timeline, **options):
+            summary.add(verdict)
+            summary.real_s = time.perf_counter() - began
+            show(verdict)
     except KeyboardInterrupt:
         interrupted = True
     console.clear()

@@ -18,7 +18,7 @@ import pytest
 
 from p2ptrain.lab.sim.cluster import Simulation
 from p2ptrain.lab.sim.faults import KINDS, KINDS_OF_PARTS, PHASES, FaultSchedule
-from p2ptrain.lab.sim.run import PRIVATE, _to_the_end, replay, run_batch, run_schedule
+from p2ptrain.lab.sim.run import PRIVATE, Summary, _to_the_end, replay, run_batch, run_schedule
 from ring.job_member import MemberPhase
 
 FIRST = int(os.environ.get("P2PTRAIN_SIM_SEED", "1"))
@@ -27,7 +27,9 @@ RUNS = int(os.environ.get("P2PTRAIN_SIM_RUNS", "6"))
 
 def clean(numbers: Sequence[int], **options: Any) -> Counter[str]:
     """Run schedules that must violate nothing. Returns how often each invariant was checked."""
-    summary = run_batch(numbers, **options)
+    summary = Summary()
+    for verdict in run_batch(numbers, **options):
+        summary.add(verdict)
     told = [f"{verdict.text}\n  → {replay(verdict, **options)}" for verdict in summary.violations]
     assert not told, "\n".join(told)
     assert summary.steps > len(numbers)

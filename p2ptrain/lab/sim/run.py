@@ -8,11 +8,10 @@ import hashlib
 import multiprocessing
 import random
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -245,39 +244,20 @@ class Summary:
             self.violations.append(verdict)
 
 
-def run_batch(
-    numbers: Sequence[int],
-    *,
-    jobs: int = 1,
-    on_verdict: Callable[[SimulationResult, Summary], None] = lambda verdict, summary: None,
-    summary: Summary | None = None,
-    **options: Any,
-) -> Summary:
-    """Run the schedules of ``numbers``.
-
-    Args:
-        jobs: number of processes.
-        on_verdict: called after each schedule.
-        summary: the object to fill, for callers that may be interrupted.
-        options: see ``run_schedule``.
-    """
-    summary, began = summary or Summary(), time.perf_counter()
+def run_batch(numbers: Sequence[int], *, jobs: int = 1, **options: Any) -> Iterator[SimulationResult]:
+    """Run the schedules of ``numbers`` in so many processes; yields their results in this order. ``options``: see
+    ``run_schedule``."""
     run = partial(_run_one, options=options)
-    with ExitStack() as stack:
-        verdicts: Iterator[SimulationResult]
-        if jobs > 1:
-            context = multiprocessing.get_context("spawn")
-            ignore_ctrl_c = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
-            pool = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=context, initializer=ignore_ctrl_c))
-            stack.callback(pool.shutdown, wait=True, cancel_futures=True)
-            verdicts = pool.map(run, numbers, chunksize=4)
-        else:
-            verdicts = map(run, numbers)
-        for verdict in verdicts:
-            summary.add(verdict)
-            summary.real_s = time.perf_counter() - began
-            on_verdict(verdict, summary)
-    return summary
+    if jobs == 1:
+        yield from map(run, numbers)
+        return
+    context = multiprocessing.get_context("spawn")
+    ignore_ctrl_c = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=ignore_ctrl_c)
+    try:
+        yield from pool.map(run, numbers, chunksize=4)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _run_one(number: int, *, options: dict[str, Any]) -> SimulationResult:
