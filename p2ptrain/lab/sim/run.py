@@ -132,10 +132,10 @@ def run_schedule(
     gc.disable()  # for speed; and a collection at an arbitrary moment would not be reproducible
     try:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
-            problem = runner.run(_simulate(simulation, rng, kinds, conduct or _conduct))
+            runner.run(_simulate(simulation, rng, kinds, conduct or _conduct))
     finally:
         gc.enable()
-    name, text = simulation.observer.report.violation or problem
+    name, text = simulation.observer.report.violation or ("", "")
     timeline = simulation.observer.report.timeline
     fingerprint = hashlib.sha256(repr((timeline, loop.callbacks)).encode()).hexdigest()[:16]
     return SimulationResult(
@@ -151,33 +151,28 @@ def run_schedule(
     )
 
 
-async def _simulate(
-    simulation: Simulation, rng: random.Random, kinds: Sequence[str], conduct: Conduct
-) -> tuple[str, str]:
-    faults = FaultSchedule(simulation)
-    problem = ("", "")
+async def _simulate(simulation: Simulation, rng: random.Random, kinds: Sequence[str], conduct: Conduct) -> None:
+    faults, observer, check = FaultSchedule(simulation), simulation.observer, simulation.observer.report.check
     try:
         await conduct(simulation, faults, rng, kinds)
     except TimeoutError:
-        problem = ("progress", f"the job is {simulation.observer.job_state} after {CALM_S:g} s without a fault")
+        check("progress", False, f"the job is {observer.job_state} after {CALM_S:g} s without a fault")
     else:
         await asyncio.sleep(SETTLE_S)
-        if not simulation.observer.report.violation:  # else the seed may be gone
+        if not observer.report.violation:  # else the seed may be gone
             await simulation.audit()
-        newest, steps = simulation.observer.history.newest_step, simulation.profile.job.steps
-        whole = newest == steps or simulation.profile.privacy.epsilon > 0 or simulation.observer.job_state != "done"
-        kept = simulation.observer.history.saved_step == newest or simulation.observer.job_state != "done"
-        simulation.observer.report.check("result saved", kept, f"no disk has step {newest}, and the job is done")
-        simulation.observer.report.check("every step", whole, f"the job ended after step {newest} of {steps}")
+        newest, steps = observer.history.newest_step, simulation.profile.job.steps
+        is_done = observer.job_state == "done"
+        whole = newest == steps or simulation.profile.privacy.epsilon > 0 or not is_done
+        kept = observer.history.saved_step == newest or not is_done
+        check("result saved", kept, f"no disk has step {newest}, and the job is done")
+        check("every step", whole, f"the job ended after step {newest} of {steps}")
     finally:
         faults.cancel()
         simulation.close()
         await asyncio.sleep(1)  # killed tasks are unwound
-    if not problem[0] and simulation.observer.job_state != "done":
-        problem = ("progress", f"the job is {simulation.observer.job_state}")
-    if not problem[0] and simulation.complaints:
-        problem = ("nothing unexpected", "; ".join(simulation.complaints[:3]))
-    return problem
+    check("progress", observer.job_state == "done", f"the job is {observer.job_state}")
+    check("nothing unexpected", not simulation.complaints, "; ".join(simulation.complaints[:3]))
 
 
 async def _conduct(simulation: Simulation, faults: FaultSchedule, rng: random.Random, kinds: Sequence[str]) -> None:
