@@ -102,7 +102,8 @@ class StepRunner(ActivityRunner):
         assert noise is not None
         await self._context.compute.run(noise.use_noise, budget.noise_std / math.sqrt(members), key)
         if key:
-            world.probe.event("release-counted", view=self._core.view, step=self._core.applied, count=budget.releases)
+            view, step = self._core.view, self._core.applied
+            world.probe.event("release-counted", view=view, step=step, count=budget.releases, key=key)
 
     async def _reduce(self, instruction: ev.Reduce) -> ev.StepReduced:
         session, strategy, clock = self._connections.session, self._ready_strategy, self._state.reports.clock

@@ -213,8 +213,7 @@ class SimMachine(ObservedMachine):
     def _build(self, profile: Profile, stage: Stage) -> Engine:
         if stage.split:
             self._simulation.observer.cut(self.host, tuple(profile.pipeline.cuts))
-        disk, on_noise = self.disk.view_for(self.process), self._simulation.observer.members.key_used
-        self.engine = engine = SimEngine(profile, disk, self._spoil, on_noise, stage)
+        self.engine = engine = SimEngine(profile, self.disk.view_for(self.process), self._spoil, stage)
         if profile.job.strategy == "federated":
             engine.data.windows = 1000 * int(self.host[1:])
         attack = "sign-flip" if self.host == ATTACKER and profile.robust.rule not in ("", "mean") else ""

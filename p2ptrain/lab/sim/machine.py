@@ -46,7 +46,7 @@ from p2ptrain.core.threads import Thread, outcome_of, settle
 from p2ptrain.core.training import Applied, Blob, OnFinal, SettingsPeriod
 from p2ptrain.lab.memory import VirtualClockLoop
 from p2ptrain.lab.stand_in import StandInEngine, StandInState
-from roles.engine import WHOLE, Stage
+from roles.engine import Stage
 
 
 class Process:
@@ -550,22 +550,14 @@ class SimEngine(StandInEngine):
 
     Args:
         spoil: called with this member's contribution to each step before it is sent; a faulty member changes it.
-        on_noise: called with each key that makes noise.
     """
 
     state: SimState
     state_type = SimState
 
-    def __init__(
-        self,
-        profile: Profile,
-        disk: Disk,
-        spoil: Callable[[Buffer], None],
-        on_noise: Callable[[bytes], None],
-        stage: Stage = WHOLE,
-    ) -> None:
+    def __init__(self, profile: Profile, disk: Disk, spoil: Callable[[Buffer], None], stage: Stage) -> None:
         super().__init__(profile, numel=NUMEL, stage=stage)
-        self.state.disk, self._spoil, self._on_noise = disk, spoil, on_noise
+        self.state.disk, self._spoil = disk, spoil
 
     @property
     def count(self) -> int:
@@ -584,11 +576,6 @@ class SimEngine(StandInEngine):
         super().finish_gradients(on_final)
         if self._inner is not None:
             self._spoil(self.reduce_buffer[self._inner.fragment(self._inner.step)])
-
-    def use_noise(self, std: float, key: bytes) -> None:
-        super().use_noise(std, key)
-        if key:
-            self._on_noise(key)
 
     def apply(self, step: int, square_sum: float, *, is_own: bool = False) -> Applied:
         applied = super().apply(step, square_sum, is_own=is_own)

@@ -108,7 +108,8 @@ class MachineProbe(Probe):
             text = f"{rule} has used the attacker's vector of step {step + 1}"
             self._observer.report.check("attacker excluded", scores.get(excluded_key(rank)) == 1, text)
 
-    def _release_counted(self, view: View, step: int, count: int) -> None:
+    def _release_counted(self, view: View, step: int, count: int, key: bytes) -> None:
+        self._observer.members.key_used(key)
         self._observer.members.release_counted(self._machine.host, view, step, count)
 
     def _masks_made(self, rank: int, keys: Mapping[int, bytes]) -> None:
