@@ -40,7 +40,6 @@ REASON_CHARS = 500
 class MemberPhase(StrEnum):
     EMPTY = "building"  # no usable state: it is being built or loaded
     IDLE = "waiting"  # no ring runs; ``view`` may still be the last one
-    REDOING = "redoing"
     FORMING = "forming"
     HEALING = "healing"
     COMPUTING = "computing"
@@ -49,6 +48,7 @@ class MemberPhase(StrEnum):
     APPLYING = "applying"
     CONFIRMING = "confirming"
     BOUNDARY = "boundary"
+    REDOING = "redoing"
     HELD = "held"
     DONE = "done"
     FAILED = "failed"

@@ -11,7 +11,7 @@ from typing import Any
 
 from p2ptrain.lab.sim.cluster import SEED, SimMachine, Simulation
 from p2ptrain.lab.sim.machine import NUMEL, PROCESS
-from ring.job_member import MemberPhase
+from ring.job_member import RUNNING, MemberPhase
 from ring.token import Flag
 from roles.strategies import least_members
 from wire.connection import Connection
@@ -54,18 +54,7 @@ KINDS = {
 }
 KINDS_OF_PARTS = {"lose-disk": 3}
 """Further kinds for a job whose model is split: a lost disk may hold the only copy of a part."""
-PHASES = (
-    MemberPhase.FORMING,
-    MemberPhase.HEALING,
-    MemberPhase.COMPUTING,
-    MemberPhase.REDUCING,
-    MemberPhase.VOTING,
-    MemberPhase.APPLYING,
-    MemberPhase.CONFIRMING,
-    MemberPhase.BOUNDARY,
-    MemberPhase.REDOING,
-    MemberPhase.HELD,
-)
+PHASES = tuple(phase for phase in MemberPhase if phase in RUNNING or phase is MemberPhase.HELD)
 FALSE: tuple[dict[str, Any], ...] = (
     {"part": 1e30},
     {"part": -1000.0},
@@ -454,7 +443,6 @@ class FaultSchedule:
             machine.disk.die_in = None
             if machine.up and machine.stop.is_set():
                 await self._until_stopped(machine)
-        simulation.links.slow.clear()
         self._start(simulation.seed)
         while len(simulation.live) < least:
             self.join()
