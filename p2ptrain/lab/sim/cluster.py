@@ -270,8 +270,7 @@ class Simulation:
         self.random = random.Random(number)  # noqa: S311 - a replay must be possible
         self.links = LinkDelays(random.Random(number + 1))  # noqa: S311
         self.network = MemoryNetwork(delay_s=self.links.delay_s)
-        is_server = profile.job.strategy == "server"
-        self.observer = Observer(loop.time, expected, profile.stages, is_server, profile.robust.rule)
+        self.observer = Observer(loop.time, expected, profile)
         self.observer.checkpoints.here = lambda: [machine for machine in self.live if machine.linked]
         self.machines: dict[str, SimMachine] = {}
         self.machines[SEED] = SimMachine(self, SEED, 0.002)

@@ -38,6 +38,7 @@ from typing import Any
 
 import numpy as np
 
+from configs.schema import Profile
 from p2ptrain.core.checkpoints import CheckpointEntry, Meta
 from p2ptrain.lab.audit import AuditResult
 from p2ptrain.lab.sim.machine import MachineDisk, Misconduct, Process, SimEngine
@@ -228,12 +229,9 @@ class CheckpointChecks:
         wanted: steps that a person asked to restore. here: machines whose worker is connected to the seed now.
     """
 
-    def __init__(
-        self, report: Checklist, members: MemberChecks, history: ViewHistory, *, stages: int, any_step: bool
-    ) -> None:
-        """``any_step``: with strategy 'server' a member saves what only it has."""
+    def __init__(self, report: Checklist, members: MemberChecks, history: ViewHistory, profile: Profile) -> None:
         self._report, self._members, self._history = report, members, history
-        self._stages, self._any_step = stages, any_step
+        self._stages, self._is_server = profile.stages, profile.job.strategy == "server"
         self.wanted: set[int] = set()
         self.here: Callable[[], list[ObservedMachine]] = list
         self._manifests: dict[str, tuple[int, str, frozenset[int]]] = {}  # digest of a manifest → step, lineage, stages
@@ -277,7 +275,8 @@ class CheckpointChecks:
         generation = meta.get("generation")
         generation = generation if isinstance(generation, int) else 0
         is_start = self._history.began.get(generation) == (step, lineage)
-        members = {machine.host} if self._any_step or is_start else self._history.members.get(generation, set())
+        is_own = self._is_server or is_start  # only this member need have it
+        members = {machine.host} if is_own else self._history.members.get(generation, set())
         behind = members - self._members.holders.get((step, lineage), set())
         self._report.check(
             "confirmed", not behind, f"{machine.host} saved step {step}, which {sorted(behind)} never applied"
@@ -345,9 +344,7 @@ class Observer:
     """Receives every relevant event of the cluster and checks the invariants.
 
     Args:
-        now: virtual seconds. expected, stages: see ``MemberChecks``.
-        is_server: it is a job of strategy 'server'.
-        rule: the job's robust rule.
+        now: virtual seconds. expected: see ``MemberChecks``. profile: the job's.
 
     Attributes:
         commits: number of steps that members have committed.
@@ -357,20 +354,14 @@ class Observer:
         copies: backup copies of the seed, each with the newest generation then.
     """
 
-    def __init__(
-        self,
-        now: Callable[[], float],
-        expected: list[np.ndarray[Any, Any]],
-        stages: int = 1,
-        is_server: bool = False,
-        rule: str = "",
-    ) -> None:
-        self.stages, self._is_server, self.rule = stages, is_server, rule
+    def __init__(self, now: Callable[[], float], expected: list[np.ndarray[Any, Any]], profile: Profile) -> None:
+        self.stages, self.rule = profile.stages, profile.robust.rule
+        self._is_server = profile.job.strategy == "server"
         self.report = report = Checklist(now)
-        self.members, self.history = MemberChecks(report, expected, stages), ViewHistory()
+        self.members, self.history = MemberChecks(report, expected, self.stages), ViewHistory()
         self.liars: set[str] = set()
         self.culprits: set[str] | None = set()
-        self.checkpoints = CheckpointChecks(report, self.members, self.history, stages=stages, any_step=is_server)
+        self.checkpoints = CheckpointChecks(report, self.members, self.history, profile)
         self.job_state, self.job_changed = "", asyncio.Event()
         self.copies: list[tuple[int, bytes]] = []
         self.commits = 0
