@@ -42,7 +42,7 @@ from roles.serving.worker_pool import workers_of
 from roles.verifier.drafters import Drafters
 from roles.verifier.http_app import HttpApp
 from roles.verifier.server import text_app
-from roles.verifier.service import USUAL_SESSIONS, VerifierService
+from roles.verifier.service import USUAL_SESSIONS, ModelTextService
 from wire.address import format_address
 from wire.text_messages import MODEL_CHARS, MOST_MODELS, DrafterAddress, Serving
 
@@ -133,11 +133,11 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
                 )
                 for directory, (text, _, _) in zip(directories, texts, strict=True)
             ]
-        services, linked = list[VerifierService](), list[Drafters]()
+        services, linked = list[ModelTextService](), list[Drafters]()
         for directory, model, (text, form, _) in zip(directories, models, texts, strict=True):
             drafters = Drafters(context, model.vocab_size, text.tokenizer.digest)
             stack.push_async_callback(drafters.close)
-            service = VerifierService(
+            service = ModelTextService(
                 member.world,
                 model,
                 text,
@@ -195,7 +195,7 @@ class LoadProgress:
         self._served[name] = Serving(name, loaded=loaded, stats=stats)
 
 
-async def _leave(service: VerifierService) -> None:
+async def _leave(service: ModelTextService) -> None:
     await within(LEAVE_S, service.close())
 
 
@@ -356,7 +356,7 @@ async def split_model(
 
 
 async def _http(
-    stack: AsyncExitStack, member: ServingMember, options: JoinOptions, services: Sequence[VerifierService]
+    stack: AsyncExitStack, member: ServingMember, options: JoinOptions, services: Sequence[ModelTextService]
 ) -> str:
     if options.http_place is None:
         return ""

@@ -174,7 +174,7 @@ def _model_source(
     facts: Callable[[], dict[str, Any]] = dict,
 ) -> TextSource:
     from p2ptrain.compute.text import ChatFormat
-    from roles.serving.text_service import ModelTextService
+    from roles.verifier.service import ModelTextService
 
     form = ChatFormat(text.tokenizer) if chats else None
     world = real_world(TcpNetwork())

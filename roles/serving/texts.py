@@ -1,8 +1,7 @@
 """The interface of a text service: a request in, pieces of text out, wherever the model is.
 
-``text_service.ModelTextService`` writes with a model of this process or of its workers; a verifier adds drafters and
-limits to it. ``roles.verifier.client`` has a verifier of the cluster write. ``generate``, ``chat``, a verifier's
-connections and its HTTP endpoint use this interface.
+``roles.verifier.service`` writes with a model of this process or of its workers; ``roles.verifier.client`` has a
+verifier of the cluster write. ``generate``, ``chat``, and a verifier's connections and HTTP endpoint use it.
 """
 
 from __future__ import annotations

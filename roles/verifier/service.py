@@ -1,4 +1,4 @@
-"""A verifier's ``TextService``: texts of its model, with drafters.
+"""The ``TextService`` over a model of this process or of its workers, with or without drafters.
 
 A limited number of texts is written at a time. Others wait, and are refused if that takes too long: then they are told
 when to try again.
@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
+from functools import partial
 
-from p2ptrain.compute.text import ChatFormat, ModelText
-from p2ptrain.core.errors import P2PTrainError, Refused
+from p2ptrain.compute.text import ASSISTANT, SYSTEM, TOOL, USER, ChatFormat, Conversation, ModelText, TextWriter, Turn
+from p2ptrain.core.background import Background
+from p2ptrain.core.errors import Refused, UserError
 from p2ptrain.core.world import World
 from roles.gauges import MovingAverage, Rate
-from roles.serving.model import ServedModel
-from roles.serving.text_service import WAIT_S, ModelTextService, TextSession
-from roles.serving.text_stats import RecentSums, TextSums, add_sums, figures_of
+from roles.serving.constraints import Constraint, TokenTable
+from roles.serving.model import Decoding, ServedModel
+from roles.serving.text_session import DraftSource, PreparedText, TextSession
+from roles.serving.text_stats import RecentPace, RecentSums, TextStats, TextSums, add_sums, figures_of
 from roles.serving.texts import TextRequest
 from roles.verifier.cost_model import CostModel
 from roles.verifier.drafters import Drafters, TextDrafts
@@ -23,9 +27,15 @@ from roles.verifier.speculation import Speculation
 from wire.messages import RefusalCode
 from wire.text_messages import Serving
 
+CONVERSATION_POSITIONS = 4096
+"""Length of a conversation if neither the model's context nor the request limits it."""
+WAIT_S = 60.0
+"""Time for which a text waits for its turn."""
 USUAL_SESSIONS = 16
 """Texts written at a time, in one pass."""
 LONGEST_RETRY_S = 3600
+
+_ROLES = (SYSTEM, USER, ASSISTANT, TOOL)
 
 
 class Places:
@@ -98,12 +108,17 @@ class VerifierFigures:
         return total
 
 
-class VerifierService(ModelTextService):
-    """A ``ModelTextService`` with drafters and a queue of requests.
+class ModelTextService:
+    """A ``TokenizingService``: writes with a model, which stays open when the service is closed.
+
+    The model finds what it computed for texts that begin alike, such as the turns before in a conversation.
 
     Args:
-        model, text, form, name, created, positions: as of ``ModelTextService``.
-        drafters: None: there are none.
+        text: the model's tokenizer and settings; its context is set to the largest length of a session here.
+        form: format of conversations; None: read with the first conversation.
+        name: of the model, for people and programs. created: Unix time of its files.
+        positions: largest length of a text, prompt included; 0: the model's context.
+        drafters: None: the model writes alone.
         sessions: texts written at a time. waiting: most requests that wait, each for ``WAIT_S`` at most.
 
     Attributes:
@@ -118,18 +133,26 @@ class VerifierService(ModelTextService):
         *,
         form: ChatFormat | None = None,
         name: str,
-        created: int,
+        created: int = 0,
+        positions: int = 0,
         drafters: Drafters | None = None,
         sessions: int = USUAL_SESSIONS,
         waiting: int = 32,
-        positions: int = 0,
     ) -> None:
-        super().__init__(world, model, text, form=form, name=name, created=created, positions=positions)
+        self.model, self.created = name, created
+        limits = [limit for limit in (text.context, model.context, positions) if limit]
+        self.context: int | None = min(limits, default=None)
+        text.context = self.context
         self.cost_model = CostModel()
-        self._drafters = drafters
+        self._served, self._text, self._form, self._drafters = model, text, form, drafters
+        self._now = world.clock.now
+        self._thread = world.threads.start("text")  # tokenizing a long prompt takes a second
+        self._table = TokenTable(text.tokenizer, model.vocab_size)
         self._most_texts, self._most_waiting = sessions, waiting
         self._places = Places(sessions)
         self._figures = VerifierFigures()
+        self._pace = RecentPace()
+        self._closing = Background()  # sessions of the model
         self._is_closed = False
 
     @property
@@ -140,25 +163,62 @@ class VerifierService(ModelTextService):
         asked_at = self._now()
         await self._enter(request.priority)
         try:
-            self._check_open()
-            session, prepared = await self.prepare(request, asked_at, self._end)
+            session, prepared = await self._open(request, asked_at)
         except BaseException:
             self._places.give_back()
             raise
         self._figures.running[session] = self._now()
-        core = Speculation(session.decoding, self.cost_model)
-        drafters = self._drafters if request.speculate else None
-        session.begin(
-            TextDrafts(drafters, core, positions=prepared.positions, sampling=prepared.sampling, now=self._now)
-        )
+        session.begin(self.draft_source(request, session.decoding, prepared))
         if self._is_closed:
             await session.end(_leaving())
             raise _leaving()
         return session
 
-    def _check_open(self) -> None:
+    def draft_source(self, request: TextRequest, decoding: Decoding, prepared: PreparedText) -> DraftSource | None:
+        """Drafts for the text of ``request``; None: there are no drafters."""
+        if self._drafters is None:
+            return None
+        drafters, core = self._drafters if request.speculate else None, Speculation(decoding, self.cost_model)
+        return TextDrafts(drafters, core, positions=prepared.positions, sampling=prepared.sampling, now=self._now)
+
+    async def _open(self, request: TextRequest, asked_at: float) -> tuple[TextSession, PreparedText]:
+        """Make a text and the model's session for it. Raises as ``write``."""
         if self._is_closed:
             raise _leaving()
+        prepared = await self._thread.submit(partial(self._prepare_ids, request))
+        await self._closing.settle(timeout_s=WAIT_S)  # the sessions of texts that have just ended have memory
+        opened = await self._served.open(
+            positions=prepared.positions,
+            sampling=prepared.sampling,
+            sample_from=len(prepared.ids),
+            ids=() if request.prompt_logprobs else prepared.ids,  # scores need all positions to be computed
+            priority=request.priority,
+        )
+        decoding = Decoding(
+            prepared.ids,
+            max_new_tokens=prepared.max_new_tokens,
+            stop_ids=prepared.writer.end_tokens,
+            cached=opened.cached,
+            most_passes=opened.most_passes,
+            tops=None if request.logprobs is None else min(request.logprobs, self._served.vocab_size),
+            scores_prompt=request.prompt_logprobs,
+        )
+
+        def end(session: TextSession) -> None:
+            self._closing.start(opened.close(), "close a session")
+            self._figures.end(session, self._now())
+            self._places.give_back()
+
+        stats = TextStats(
+            decoding.stats,
+            began_at=asked_at,
+            prompt_tokens=len(prepared.ids),
+            cached_tokens=opened.cached,
+            pace=self._pace,
+        )
+        session = TextSession(opened, decoding, prepared, stats, submit=self._thread.submit, now=self._now, on_end=end)
+        session.prompt_logprobs = [None] if request.prompt_logprobs else []
+        return session, prepared
 
     def figures(self) -> dict[str, float]:
         """Figures by name, as of ``VerifierFigures.as_map`` and ``RecentPace.as_map``."""
@@ -182,10 +242,12 @@ class VerifierService(ModelTextService):
             weights=weights,
         )
 
-    async def close(self, reason: P2PTrainError | None = None) -> None:
-        """End all texts, with ``reason`` for their readers. The model stays open. Never raises."""
+    async def close(self) -> None:
+        """End all texts, and tell their readers. Never raises."""
         self._is_closed = True
-        await super().close(reason or _leaving())
+        await asyncio.gather(*(session.end(_leaving()) for session in list(self._figures.running)))
+        await self._closing.settle(timeout_s=WAIT_S)
+        self._thread.close()
 
     async def _enter(self, priority: int) -> None:
         """Wait for a place. Raises ``Refused``: too busy."""
@@ -205,9 +267,72 @@ class VerifierService(ModelTextService):
         remedy = f"try again in {when}, or start another verifier"
         return Refused(RefusalCode.BUSY, f"the verifier is busy: {why}", remedy=remedy, retry_after_s=after_s)
 
-    def _end(self, session: TextSession) -> None:
-        self._figures.end(session, self._now())
-        self._places.give_back()
+    # ------------------------------------------------------------------------------------------------------- beginning
+
+    def _prepare_ids(self, request: TextRequest) -> PreparedText:
+        text, ends, stop, left_out = self._text, self._text.end_tokens, request.stop, 0
+        if request.grammar and request.ignore_end:
+            raise UserError("a grammar says where the text ends, so its end cannot be ignored", remedy="leave one out")
+        if request.turns:
+            form = self.form
+            wanted = request.max_new_tokens or (CONVERSATION_POSITIONS if self.context is None else None)
+            ids, most, left_out = _read_conversation(request).fit(form, self.context, wanted, request.tools)
+            ends, stop = ends | form.end_tokens, (*form.stop, *stop)
+        else:
+            ids = list(request.ids) or text.prompt_ids(request.prompt)
+            most = CONVERSATION_POSITIONS if self.context is None else max(1, self.context - len(ids))
+            most = most if request.max_new_tokens is None else request.max_new_tokens
+            text.check_length(len(ids), most)  # also a prompt that leaves no room
+        self._check_ids(ids)
+        self._check_ids([token for token, _ in request.sampling.logit_bias])
+        if request.logprobs is not None:
+            self.token_bytes(0)  # the first call takes long
+        constraint = Constraint(self._table, request.grammar, ends) if request.grammar else None
+        known_ends = frozenset[int]() if request.ignore_end else ends
+        backend = text.tokenizer.backend
+        writer = TextWriter(backend, ids, stop=stop, end_tokens=known_ends, stop_ids=request.stop_ids)
+        return PreparedText(ids, most, left_out, writer, text.sampling(request.sampling), constraint)
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        """Raise ``UserError``: the model lacks one of these."""
+        if ids and not 0 <= min(ids) <= (top := max(ids)) < (size := self._served.vocab_size):
+            name = self._text.tokenizer.backend.id_to_token(top) if top < 1 << 32 else None
+            text = f"the request has the token {name!r}, id {top}, but the model has only the ids 0 to {size - 1}"
+            raise UserError(text, remedy="leave it out: the tokenizer has more tokens than the model's embedding")
+
+    # ------------------------------------------------------------------------------------------- tokens and templates
+
+    @property
+    def form(self) -> ChatFormat:
+        self._form = self._form or ChatFormat(self._text.tokenizer)
+        return self._form
+
+    async def tokenize(self, text: str, *, add_special: bool) -> list[int]:
+        tokenizer = self._text.tokenizer
+        [encoding] = await self._thread.submit(partial(tokenizer.encodings, [text], add_special_tokens=add_special))
+        return list(encoding.ids)
+
+    async def tokenize_turns(self, turns: Sequence[Turn], tools: str = "") -> list[int]:
+        return await self._thread.submit(lambda: self.form.ids(turns, tools))
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        self._check_ids(ids)
+        return await self._thread.submit(lambda: self._text.tokenizer.backend.decode(ids, skip_special_tokens=False))
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._table.bytes_of(token)
+
+
+def _read_conversation(request: TextRequest) -> Conversation:
+    turns = request.turns
+    for turn in turns:
+        if turn.role not in _ROLES:
+            raise UserError(f"unknown role {turn.role[:40]!r} of a turn", remedy=f"use {', '.join(_ROLES)}")
+    if turns[-1].role == ASSISTANT:
+        raise UserError("the last turn is the assistant's", remedy="end with a turn that it can answer")
+    made = Conversation(turns[0].text if turns[0].role == SYSTEM else "")
+    made.turns += turns[len(made.turns) :]
+    return made
 
 
 def _leaving() -> Refused:

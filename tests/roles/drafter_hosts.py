@@ -23,7 +23,7 @@ from roles.engine import StageEngine
 from roles.line import Line
 from roles.serving.local_model import LocalModel
 from roles.serving.model import Decoding, DecodingStats, PassRequest, PassResult
-from roles.serving.text_service import PreparedText, TextSession
+from roles.serving.text_session import PreparedText, TextSession
 from roles.serving.text_stats import DrafterFacts, RecentPace, TextStats
 from roles.serving.worker_peer import ClientContext
 from roles.verifier.cost_model import BASELINE_STEPS, CostModel

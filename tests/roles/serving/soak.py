@@ -16,9 +16,10 @@ from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.serving import BLOCK_POSITIONS, SamplingOptions
 from p2ptrain.core.world import World
 from roles.serving.model import Decoding, PassOutcome, ServedModel
-from roles.serving.text_service import ModelTextService
+from roles.serving.text_session import PreparedText
 from roles.serving.text_stats import DrafterFacts
 from roles.serving.texts import TextRequest
+from roles.verifier.service import ModelTextService
 
 SAMPLINGS = ({"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 1.3, "top_k": 40, "top_p": 0.9})
 
@@ -86,6 +87,18 @@ class RandomDrafts:
     def close(self) -> None: ...
 
 
+class DraftedService(ModelTextService):
+    """``sources``: by request, what makes the drafts of its next text."""
+
+    def __init__(self, *about: Any, **options: Any) -> None:
+        super().__init__(*about, **options)
+        self.sources: dict[TextRequest, Callable[[Decoding], RandomDrafts]] = {}
+
+    def draft_source(self, request: TextRequest, decoding: Decoding, prepared: PreparedText) -> RandomDrafts | None:
+        make = self.sources.pop(request, None)
+        return make(decoding) if make is not None else None
+
+
 @dataclass
 class Soak:
     """A text service over ``model``, and what came of its texts.
@@ -107,7 +120,8 @@ class Soak:
     async def run(self, rng: random.Random, *, at_a_time: int, pause: Callable[[], float]) -> None:
         """Write all texts, so many at a time. Raises ``AssertionError`` for the first wrong token. ``pause``: virtual
         seconds before each text."""
-        service = ModelTextService(self.world, self.model, ModelText(self.directory), name="soak")
+        about = self.world, self.model, ModelText(self.directory)
+        service = DraftedService(*about, name="soak", sessions=at_a_time)
         waiting = iter(self.wanted)
 
         async def write_some(own: random.Random) -> None:
@@ -125,12 +139,13 @@ class Soak:
         finally:
             await service.close()
 
-    async def _write(self, service: ModelTextService, request: SoakRequest, rng: random.Random) -> None:
+    async def _write(self, service: DraftedService, request: SoakRequest, rng: random.Random) -> None:
         prompt = " ".join(f"w{token}" for token in request.ids)
         asked = TextRequest(prompt, max_new_tokens=request.tokens, sampling=request.sampling)
-        session, _ = await service.prepare(asked, self.world.clock.now())
         wanted, tokens = list(self.wanted[request]), list[int]()
-        session.begin(RandomDrafts(session.decoding, request, wanted, rng) if request.drafts else None)
+        if request.drafts:
+            service.sources[asked] = lambda decoding: RandomDrafts(decoding, request, wanted, rng)
+        session = await service.write(asked)
         async for piece in session:
             tokens += piece.tokens
             assert tokens == wanted[: len(tokens)], request

@@ -32,14 +32,13 @@ from roles.serving.chain import StageChain
 from roles.serving.constraints import Constraint, TokenTable
 from roles.serving.local_model import LocalModel, load_local_engine
 from roles.serving.model import ServedModel
-from roles.serving.text_service import ModelTextService
 from roles.serving.texts import TextRequest, Writing
 from roles.serving.worker_pool import model_of_directory
 from roles.worker.stages import Holding
 from tests.compute.families import make_of_bytes
 
 from .scene import Scene, scene_of
-from .soak import RandomDrafts, SoakRequest
+from .soak import DraftedService, RandomDrafts, SoakRequest
 
 pytestmark = pytest.mark.virtual_time
 
@@ -91,14 +90,14 @@ async def read(writing: Writing) -> Written:
     return tokens, tuple(each for piece in pieces for each in piece.logprobs), writing.ended
 
 
-def service_of(model: ServedModel, directory: Path) -> ModelTextService:
-    return ModelTextService(world(), model, ModelText(directory), name="m")
+def service_of(model: ServedModel, directory: Path) -> DraftedService:
+    return DraftedService(world(), model, ModelText(directory), name="m")
 
 
-async def write_with_drafts(service: ModelTextService, request: TextRequest, wanted: Written) -> Written:
-    session, _ = await service.prepare(request, 0.0)
+async def write_with_drafts(service: DraftedService, request: TextRequest, wanted: Written) -> Written:
     about = SoakRequest((), len(wanted[0]), request.sampling, 0, 6, 0.8)
-    session.begin(RandomDrafts(session.decoding, about, wanted[0], random.Random(3)))
+    service.sources[request] = lambda decoding: RandomDrafts(decoding, about, wanted[0], random.Random(3))
+    session = await service.write(request)
     made = await read(session)
     assert session.decoding.stats.accepted > 3
     return made
@@ -238,7 +237,7 @@ async def test_where_a_text_ends(model: tuple[Any, Path]) -> None:
         assert writing.stop_reason == stop
         text = ModelText(model[1])
         text.end_tokens = frozenset((stop,))  # the model's own
-        with_end = ModelTextService(world(), served, text, name="m")
+        with_end = DraftedService(world(), served, text, name="m")
         assert (await read(await with_end.write(asked)))[2] == "end"
         assert await read(await with_end.write(replace(asked, ignore_end=True))) == (tokens, (), "length")
         # In a grammar an end token is allowed only where the text may end.

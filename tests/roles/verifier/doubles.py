@@ -23,7 +23,7 @@ from p2ptrain.core.world import LoopClock, Network, World
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.serving.model import PassRequest, PassResult
 from roles.verifier.drafters import Drafters
-from roles.verifier.service import VerifierService
+from roles.verifier.service import ModelTextService
 from tests.roles.drafter_hosts import TOKENIZER, DrafterHost, Wobbly, around_of, drafter_hosts, model_serves
 from tests.roles.stage_stand_in import StandInStage, stand_in_config, stand_in_part, tokens_of
 from tests.run_one import run_one
@@ -154,12 +154,12 @@ def service(
     network: Network | None = None,
     template: str = "",
     **options: Any,
-) -> VerifierService:
+) -> ModelTextService:
     text = model_text(directory)
     if template:
         (directory / "chat_template.jinja").write_text(template)
         text = ModelText(directory)
-    return VerifierService(
+    return ModelTextService(
         world(network),
         target,
         text,

@@ -22,7 +22,7 @@ from p2ptrain.lab.memory import MemoryNetwork
 from roles.compute_thread import ComputeThread
 from roles.serving.local_model import LocalModel, load_local_engine
 from roles.verifier.http_app import serving_http
-from roles.verifier.service import VerifierService
+from roles.verifier.service import ModelTextService
 from tests.compute.families import make
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -63,7 +63,7 @@ async def real(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RealEn
     world, compute = real_world(MemoryNetwork()), ComputeThread()
     engine, context = await load_local_engine(directory, compute, device="cpu")
     model = LocalModel(engine, compute, world.clock, context=context)
-    service = VerifierService(world, model, ModelText(directory), name=MODEL, created=0)
+    service = ModelTextService(world, model, ModelText(directory), name=MODEL, created=0)
     async with serving_http([service], "127.0.0.1", 0, world=world) as (host, port):
         url = f"http://{host}:{port}"
         async with (

@@ -34,7 +34,7 @@ from roles.serving.worker_peer import ClientContext
 from roles.verifier import server as server_module
 from roles.verifier.client import RemoteText, VerifierClient
 from roles.verifier.server import encode_question, request_untrusted, text_app
-from roles.verifier.service import VerifierService
+from roles.verifier.service import ModelTextService
 from tests.roles.verifier.doubles import ScriptedTarget, connected_drafters, failing_at, reference, service, text_of
 from wire import text_messages as wire
 from wire.connection import Connection
@@ -65,7 +65,7 @@ AT = ServingInfo(
 class Scene:
     network: MemoryNetwork
     target: ScriptedTarget
-    service: VerifierService
+    service: ModelTextService
     problems: list[P2PTrainError] = field(default_factory=list)
 
     def client(self, host: str = "client", model: str = AT.model) -> VerifierClient:

@@ -12,10 +12,10 @@ import pytest
 from p2ptrain.compute.text import Turn
 from p2ptrain.core.errors import ConfigError, DeadlineExceeded, Refused, ResourceError, UserError
 from p2ptrain.core.serving import Sampling, SamplingOptions
-from roles.serving.text_service import READER_S, TextSession
+from roles.serving.text_session import READER_S, TextSession
 from roles.serving.texts import TextRequest
 from roles.verifier.drafters import Drafters
-from roles.verifier.service import Places, VerifierService
+from roles.verifier.service import ModelTextService, Places
 from tests.roles.verifier.doubles import ScriptedTarget, connected_drafters, reference, service, text_of
 
 pytestmark = pytest.mark.virtual_time
@@ -48,7 +48,7 @@ async def drafters(request: pytest.FixtureRequest) -> AsyncIterator[Drafters | N
         assert not any(host.drafter.sessions for host in hosts)
 
 
-async def settled(serving: VerifierService, target: ScriptedTarget) -> None:
+async def settled(serving: ModelTextService, target: ScriptedTarget) -> None:
     """Nothing is open any more once the service is closed."""
     await serving.close()
     assert not target.open_now

@@ -1,8 +1,7 @@
-"""The ``TextService`` over a model of this process or of its workers.
+"""One text under way, with a model of this process or of its workers.
 
-A ``TextSession`` is one text under way: it has its passes computed in order, and yields pieces of text as they come.
-While the pieces are not read, the next pass waits. So a slow reader delays only its own text, and memory stays bounded.
-The model finds what it computed for texts that begin alike, such as the turns before in a conversation.
+A ``TextSession`` has its passes computed in order, and yields pieces of text as they come. While the pieces are not
+read, the next pass waits. So a slow reader delays only its own text, and memory stays bounded.
 """
 
 from __future__ import annotations
@@ -11,19 +10,17 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
-from p2ptrain.compute.text import ASSISTANT, SYSTEM, TOOL, USER, ChatFormat, Conversation, ModelText, TextWriter, Turn
+from p2ptrain.compute.text import TextWriter
 from p2ptrain.core.background import Background
-from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, UserError
+from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError
 from p2ptrain.core.serving import Sampling, TokenLogprob, token_logprobs
-from p2ptrain.core.world import World
 from roles.pass_queue import SHARED_CHUNK
-from roles.serving.constraints import Constraint, Submit, TokenTable
-from roles.serving.model import Decoding, ModelSession, PassOutcome, PassRequest, PassResult, ServedModel
-from roles.serving.text_stats import DrafterFacts, RecentPace, TextStats, TextSums, sums_of
-from roles.serving.texts import TextPiece, TextRequest, Writing, report_defect
+from roles.serving.constraints import Constraint, Submit
+from roles.serving.model import Decoding, ModelSession, PassOutcome, PassRequest, PassResult
+from roles.serving.text_stats import DrafterFacts, TextStats, TextSums, sums_of
+from roles.serving.texts import TextPiece, Writing, report_defect
 from wire.chain_messages import MAX_REQUEST_POSITIONS
 
 MOST_PIECES = 64
@@ -243,165 +240,3 @@ class TextSession(Writing):
 
     def _facts(self) -> list[DrafterFacts]:
         return self._drafts.facts() if self._drafts is not None else []
-
-
-CONVERSATION_POSITIONS = 4096
-"""Length of a conversation if neither the model's context nor the request limits it."""
-WAIT_S = 60.0
-"""Time for which a text waits for its turn."""
-
-_ROLES = (SYSTEM, USER, ASSISTANT, TOOL)
-
-
-class ModelTextService:
-    """A ``TextService``. It begins each text at once: whoever asks limits the number of texts.
-
-    Args:
-        model: the model to write with. It stays open when the service is closed.
-        text: the model's tokenizer and settings; its context is set to the largest length of a session here.
-        form: format of conversations; None: read with the first conversation.
-        name: of the model, for people and programs. created: Unix time of its files.
-        positions: largest length of a text, prompt included; 0: the model's context.
-    """
-
-    def __init__(
-        self,
-        world: World,
-        model: ServedModel,
-        text: ModelText,
-        *,
-        form: ChatFormat | None = None,
-        name: str,
-        created: int = 0,
-        positions: int = 0,
-    ) -> None:
-        self.model, self.created = name, created
-        limits = [limit for limit in (text.context, model.context, positions) if limit]
-        self.context: int | None = min(limits, default=None)
-        text.context = self.context
-        self._closing = Background()
-        self._served, self._text, self._form = model, text, form
-        self._now = world.clock.now
-        self._thread = world.threads.start("text")  # tokenizing a long prompt takes a second
-        self._texts: set[TextSession] = set()
-        self._pace = RecentPace()
-        self._table = TokenTable(text.tokenizer, model.vocab_size)
-
-    async def write(self, request: TextRequest) -> TextSession:
-        session, _ = await self.prepare(request, self._now())
-        session.begin(None)
-        return session
-
-    async def prepare(
-        self, request: TextRequest, asked_at: float, on_end: Callable[[TextSession], None] = lambda session: None
-    ) -> tuple[TextSession, PreparedText]:
-        """Make a text and the model's session for it. The caller begins the text at once. Raises as ``write``."""
-        prepared = await self._thread.submit(partial(self._prepare_ids, request))
-        await self._closing.settle(timeout_s=WAIT_S)  # the sessions of texts that have just ended have memory
-        opened = await self._served.open(
-            positions=prepared.positions,
-            sampling=prepared.sampling,
-            sample_from=len(prepared.ids),
-            ids=() if request.prompt_logprobs else prepared.ids,  # scores need all positions to be computed
-            priority=request.priority,
-        )
-        decoding = Decoding(
-            prepared.ids,
-            max_new_tokens=prepared.max_new_tokens,
-            stop_ids=prepared.writer.end_tokens,
-            cached=opened.cached,
-            most_passes=opened.most_passes,
-            tops=None if request.logprobs is None else min(request.logprobs, self._served.vocab_size),
-            scores_prompt=request.prompt_logprobs,
-        )
-
-        def end(session: TextSession) -> None:
-            self._texts.discard(session)
-            self._closing.start(opened.close(), "close a session")
-            on_end(session)
-
-        stats = TextStats(
-            decoding.stats,
-            began_at=asked_at,
-            prompt_tokens=len(prepared.ids),
-            cached_tokens=opened.cached,
-            pace=self._pace,
-        )
-        session = TextSession(opened, decoding, prepared, stats, submit=self._thread.submit, now=self._now, on_end=end)
-        session.prompt_logprobs = [None] if request.prompt_logprobs else []
-        self._texts.add(session)
-        return session, prepared
-
-    async def close(self, reason: P2PTrainError | None = None) -> None:
-        """End all texts, with ``reason`` for their readers. Never raises."""
-        ending = [session.end(reason) if reason is not None else session.close() for session in list(self._texts)]
-        await asyncio.gather(*ending)
-        await self._closing.settle(timeout_s=WAIT_S)
-        self._thread.close()
-
-    # ------------------------------------------------------------------------------------------------------- beginning
-
-    def _prepare_ids(self, request: TextRequest) -> PreparedText:
-        text, ends, stop, left_out = self._text, self._text.end_tokens, request.stop, 0
-        if request.grammar and request.ignore_end:
-            raise UserError("a grammar says where the text ends, so its end cannot be ignored", remedy="leave one out")
-        if request.turns:
-            form = self.form
-            wanted = request.max_new_tokens or (CONVERSATION_POSITIONS if self.context is None else None)
-            ids, most, left_out = _read_conversation(request).fit(form, self.context, wanted, request.tools)
-            ends, stop = ends | form.end_tokens, (*form.stop, *stop)
-        else:
-            ids = list(request.ids) or text.prompt_ids(request.prompt)
-            most = CONVERSATION_POSITIONS if self.context is None else max(1, self.context - len(ids))
-            most = most if request.max_new_tokens is None else request.max_new_tokens
-            text.check_length(len(ids), most)  # also a prompt that leaves no room
-        self._check_ids(ids)
-        self._check_ids([token for token, _ in request.sampling.logit_bias])
-        if request.logprobs is not None:
-            self.token_bytes(0)  # the first call takes long
-        constraint = Constraint(self._table, request.grammar, ends) if request.grammar else None
-        known_ends = frozenset[int]() if request.ignore_end else ends
-        backend = text.tokenizer.backend
-        writer = TextWriter(backend, ids, stop=stop, end_tokens=known_ends, stop_ids=request.stop_ids)
-        return PreparedText(ids, most, left_out, writer, text.sampling(request.sampling), constraint)
-
-    def _check_ids(self, ids: Sequence[int]) -> None:
-        """Raise ``UserError``: the model lacks one of these."""
-        if ids and not 0 <= min(ids) <= (top := max(ids)) < (size := self._served.vocab_size):
-            name = self._text.tokenizer.backend.id_to_token(top) if top < 1 << 32 else None
-            text = f"the request has the token {name!r}, id {top}, but the model has only the ids 0 to {size - 1}"
-            raise UserError(text, remedy="leave it out: the tokenizer has more tokens than the model's embedding")
-
-    # ------------------------------------------------------------------------------------------- tokens and templates
-
-    @property
-    def form(self) -> ChatFormat:
-        self._form = self._form or ChatFormat(self._text.tokenizer)
-        return self._form
-
-    async def tokenize(self, text: str, *, add_special: bool) -> list[int]:
-        tokenizer = self._text.tokenizer
-        [encoding] = await self._thread.submit(partial(tokenizer.encodings, [text], add_special_tokens=add_special))
-        return list(encoding.ids)
-
-    async def tokenize_turns(self, turns: Sequence[Turn], tools: str = "") -> list[int]:
-        return await self._thread.submit(lambda: self.form.ids(turns, tools))
-
-    async def detokenize(self, ids: Sequence[int]) -> str:
-        self._check_ids(ids)
-        return await self._thread.submit(lambda: self._text.tokenizer.backend.decode(ids, skip_special_tokens=False))
-
-    def token_bytes(self, token: int) -> bytes:
-        return self._table.bytes_of(token)
-
-
-def _read_conversation(request: TextRequest) -> Conversation:
-    turns = request.turns
-    for turn in turns:
-        if turn.role not in _ROLES:
-            raise UserError(f"unknown role {turn.role[:40]!r} of a turn", remedy=f"use {', '.join(_ROLES)}")
-    if turns[-1].role == ASSISTANT:
-        raise UserError("the last turn is the assistant's", remedy="end with a turn that it can answer")
-    made = Conversation(turns[0].text if turns[0].role == SYSTEM else "")
-    made.turns += turns[len(made.turns) :]
-    return made
