@@ -197,7 +197,7 @@ def _remove_tail(scores: Tensor, top_p: float) -> Tensor:
     Sums of the same numbers in another order differ in the last bit. So the sorted entries are placed where a fully
     sorted row has them: after all entries that are minus infinity.
     """
-    count = int((scores > -torch.inf).sum(-1).max())
+    count = max(1, int((scores > -torch.inf).sum(-1).max()))  # a peer's mask may allow none
     if 4 * count <= scores.shape[-1]:
         values, places = scores.topk(count)
         ordered = torch.full_like(scores, -torch.inf)

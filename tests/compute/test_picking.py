@@ -78,6 +78,8 @@ def test_the_nucleus_of_a_few_is_that_of_all(dtype: torch.dtype, top_p: float) -
         left = make_warpers(Sampling(top_k=50))(_NO_IDS, scores)  # type: ignore[arg-type]
         wanted = TopPLogitsWarper(top_p)(_NO_IDS, left.clone())  # type: ignore[arg-type]
         assert torch.equal(_remove_tail(left.clone(), top_p), wanted)
+    nothing = torch.full((2, 1_000), -torch.inf)
+    assert torch.equal(_remove_tail(nothing.clone(), top_p), nothing)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), *SAMPLINGS], ids=str)
