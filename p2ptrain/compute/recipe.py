@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -142,7 +143,7 @@ class ModelRecipe:
                 remedy="make the context at least as long as a sequence",
             )
         self.stage = stage or StageSpec(0, (0, self.config.num_hidden_layers))
-        self.part: LayerRange = self.stage.check(self.config.num_hidden_layers)
+        self.part: LayerRange = self.stage.parts[self.stage.stage]
         if not self.stage.is_whole:
             check_splits(self.config)
         self.tuning = Tuning(self.config, spec.tuning, spec.seed, self.base, precision=spec.precision)
@@ -263,11 +264,13 @@ class ModelRecipe:
 
 def stage_bounds(model: ModelSpec, stages: int, cuts: Sequence[int] = ()) -> tuple[int, ...]:
     """Bounds (``StageSpec``) of a model that is not built yet: ``cuts``, or about equally many layers for each stage.
-    Raises ``ConfigError``: the model has fewer layers than stages; see also ``model_config``."""
+    Raises ``ConfigError``: the model has fewer layers, or the cuts make other parts; see also ``model_config``."""
     layers = tokenizer_and_config(model)[1].num_hidden_layers
-    if not 1 <= stages <= layers:
-        raise ConfigError(f"{layers} layers cannot make {stages} parts", remedy=f"use 1 to {layers} pipeline.stages")
-    return (0, *cuts, layers) if cuts else tuple(layers * stage // stages for stage in range(stages + 1))
+    bounds = (0, *cuts, layers) if cuts else tuple(layers * stage // stages for stage in range(stages + 1))
+    if len(bounds) != stages + 1 or any(start >= stop for start, stop in pairwise(bounds)):
+        text = f"bounds {', '.join(map(str, bounds))} do not cut {layers} layers into {stages} parts"
+        raise ConfigError(text, remedy=f"use 1 to {layers} pipeline.stages, and correct pipeline.cuts or leave it out")
+    return bounds
 
 
 def tokenizer_and_config(model: ModelSpec) -> tuple[Tokenizer, PretrainedConfig]:

@@ -21,7 +21,6 @@ from p2ptrain.compute.layout import LayerRange, ModelLayout, layer_sizes, split_
 from p2ptrain.compute.model import initialize, parameter_count
 from p2ptrain.compute.part import PartAssembly, PartModel
 from p2ptrain.core.activations import activation_bytes
-from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.footprint import (
     MOMENTS,
     copies,
@@ -62,18 +61,6 @@ class StageSpec:
     @property
     def is_whole(self) -> bool:
         return len(self.bounds) == 2
-
-    def check(self, layers: int) -> LayerRange:
-        """This stage's part of a model of ``layers`` layers. Raises ``ConfigError``."""
-        bounds = ", ".join(map(str, self.bounds))
-        if self.bounds[:1] != (0,) or self.bounds[-1] != layers or any(a >= b for a, b in pairwise(self.bounds)):
-            raise ConfigError(
-                f"bounds {bounds} do not cut {layers} layers into parts",
-                remedy="correct pipeline.cuts, or leave it out",
-            )
-        if not 0 <= self.stage < len(self.bounds) - 1:
-            raise ConfigError(f"there is no stage {self.stage} with bounds {bounds}")
-        return self.parts[self.stage]
 
 
 # ------------------------------------------------------------------------------------------------------- first weights

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from p2ptrain.compute.data import DataSpec, load_corpus
 from p2ptrain.compute.model import ModelSpec, model_config
-from p2ptrain.compute.recipe import ModelRecipe
+from p2ptrain.compute.recipe import stage_bounds
 from p2ptrain.compute.sampling import WindowSampler
 from p2ptrain.compute.stage import StageSpec, fit_training, kept_bytes
 from p2ptrain.compute.tokenizer import Tokenizer
@@ -264,20 +264,16 @@ def test_arithmetic_in_bf16_is_that_of_one_process(text_file: Path, precision: s
 # ------------------------------------------------------------------------------------------------------ what is refused
 
 
-@pytest.mark.parametrize(
-    ("spec", "what"),
-    [
-        (StageSpec(0, (0, 2)), "do not cut 4 layers"),
-        (StageSpec(0, (1, 4)), "do not cut 4 layers"),
-        (StageSpec(0, (0, 2, 2, 4)), "do not cut 4 layers"),
-        (StageSpec(2, (0, 2, 4)), "no stage 2"),
-        (StageSpec(-1, (0, 2, 4)), "no stage -1"),
-    ],
-)
-def test_bad_stages_are_refused(text_file: Path, spec: StageSpec, what: str) -> None:
-    pipeline = Pipeline(text_file, (0, 4))
-    with pytest.raises(ConfigError, match=what):
-        Trainer(ModelRecipe(pipeline.spec, pipeline.device, spec))
+@pytest.mark.parametrize(("stages", "cuts"), [(5, []), (2, [4]), (3, [2, 2]), (3, [3, 1]), (3, [2]), (1, [2])])
+def test_bad_stages_are_refused(stages: int, cuts: list[int]) -> None:
+    with pytest.raises(ConfigError, match=f"do not cut 4 layers into {stages} parts") as caught:
+        stage_bounds(MODEL, stages, cuts)
+    assert caught.value.remedy
+
+
+def test_stages_have_the_cuts_or_about_equally_many_layers() -> None:
+    assert stage_bounds(MODEL, 3, [1, 3]) == (0, 1, 3, 4)
+    assert stage_bounds(MODEL, 3) == (0, 1, 2, 4)
 
 
 def test_the_memory_check_counts_micro_batches_in_flight(text_file: Path) -> None:
