@@ -39,11 +39,11 @@ from p2ptrain.compute.activations import bytes_of, tensor_of
 from p2ptrain.compute.flat import Segment
 from p2ptrain.compute.fsdp import ShardedModel
 from p2ptrain.compute.local import MERGED
-from p2ptrain.compute.model import load_model, outline
+from p2ptrain.compute.model import outline
 from p2ptrain.compute.part import PartAssembly
 from p2ptrain.compute.recipe import BuiltPart, ModelRecipe
 from p2ptrain.core.checkpoints import ADAPTER, NOTES, ROWS, shard_name, weights_index
-from p2ptrain.core.errors import P2PTrainError, StorageError
+from p2ptrain.core.errors import StorageError
 from p2ptrain.core.tensor_files import (
     ADAPTER_CONFIG,
     INDEX_FILE,
@@ -272,20 +272,15 @@ class CheckpointReader:
                     f"the checkpoint {directory} is of another model",
                     remedy="restore it into a job with its [model] table",
                 )
-            weights = {} if PARAMETERS in loaded else self._stored_weights(directory)
+            if not loaded.keys() >= moments or any(arrays[name].shape != loaded[name].shape for name in loaded):
+                raise StorageError(
+                    f"the optimizer's arrays in {directory} do not fit this job",
+                    remedy="restore it into a job with the same optimizer.name",
+                )
+            if PARAMETERS not in loaded:
+                self._flat.copy_tensors(self._stored_weights(directory))
         except (OSError, ValueError, LookupError, TypeError, RecursionError, SafetensorError) as error:
             raise StorageError(f"cannot read the checkpoint {directory}: {error}") from error
-        except StorageError:
-            raise
-        except P2PTrainError as error:
-            raise StorageError(f"cannot read the checkpoint {directory}: {error.message}") from error
-        if not loaded.keys() >= moments or any(arrays[name].shape != loaded[name].shape for name in loaded):
-            raise StorageError(
-                f"the optimizer's arrays in {directory} do not fit this job",
-                remedy="restore it into a job with the same optimizer.name",
-            )
-        if weights:
-            self._flat.copy_tensors(weights)
         for name, array in loaded.items():
             arrays[name].copy_(array)
 
@@ -306,21 +301,16 @@ class CheckpointReader:
         return json.loads(path.read_bytes())
 
     def _stored_weights(self, directory: Path) -> dict[str, Tensor]:
-        """The parameters by name in the module. Raises ``StorageError`` if shapes differ, and the readers' own
-        errors."""
-        if self._stage is None:
-            whole = load_model(directory)
-            return {name: weight for name, weight in whole.named_parameters() if name in self._flat.shapes}
+        """The parameters by name in the module. Raises the readers' own errors."""
+        names = {} if self._stage is None else self._stage.names
         found: dict[str, Tensor] = {}
         with safe_open(directory / self._names.weights, "pt") as file:
             for segment in self._flat.segments:
                 if segment != self._copied:
-                    found[segment.name] = file.get_tensor(self._stage.names[segment.name])
+                    found[segment.name] = file.get_tensor(names.get(segment.name, segment.name))
         if self._copied is not None:
             with safe_open(directory / self._names.optimizer, "pt") as file:
                 found[self._copied.name] = file.get_tensor(_TIED)
-        if {name: tuple(tensor.shape) for name, tensor in found.items()} != self._flat.shapes:
-            raise StorageError(f"{directory / self._names.weights} has tensors of other shapes than this part")
         return found
 
     def _rows_in(self, directory: Path, moments: Collection[str], flat: ShardedModel) -> tuple[str, dict[str, Tensor]]:

@@ -127,7 +127,7 @@ class FlatModel:
         """Copy parameters (of a shard: its rows) by name. Raises ``ValueError`` if names or shapes differ from this
         model's."""
         if {name: tuple(tensor.shape) for name, tensor in source.items()} != self.shapes:
-            raise ValueError("the models have different parameters")
+            raise ValueError("its tensors have other names or shapes than this model's")
         for segment in self.segments:
             tensor = source[segment.name].detach()
             self._view(self.parameters, segment)[tuple(map(slice, tensor.shape))].copy_(tensor)

@@ -183,5 +183,5 @@ def test_tensors_of_other_shapes_are_refused(text_file: Path, tmp_path: Path) ->
     tensors = load_file(path)
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:-1].clone()
     save_file(tensors, path)
-    with pytest.raises(StorageError, match="other shapes"):
+    with pytest.raises(StorageError, match="other names or shapes"):
         stage.state.load(tmp_path)
