@@ -47,7 +47,7 @@ from p2ptrain.compute.flat import FlatModel, OptimizerSchedule, Segment
 from p2ptrain.compute.gradients import InnerSteps
 from p2ptrain.compute.optimizer import make_optimizer
 from p2ptrain.compute.tuning import ADAPTER_NAME
-from p2ptrain.compute.update import NO_NOISE, add_noise, clip
+from p2ptrain.compute.update import NO_NOISE, StepUpdate, add_noise, clip
 
 MERGED = "merged"
 """Name of the shared array that ``ExactAverage`` has."""
@@ -72,14 +72,12 @@ class LocalSpec(Local):
     slots: int = 0
 
 
-class LocalSteps:
-    """A ``StepUpdate``. A contribution is the pseudo-gradient times its weight, and ``SCALARS`` more. Its weight is the
-    number of inner steps that it is the sum of; an inner step of several micro-batches (in an island) counts for each
-    of them.
+class LocalSteps(StepUpdate):
+    """A contribution is the pseudo-gradient times its weight, and ``SCALARS`` more. Its weight is the number of inner
+    steps that it is the sum of; an inner step of several micro-batches (in an island) counts for each of them.
     """
 
-    mean_of_each_call, max_scalar = True, math.inf
-    final_early = False
+    max_scalar = math.inf
 
     def __init__(self, flat: FlatModel, schedule: OptimizerSchedule, spec: LocalSpec) -> None:
         self._flat, self.schedule, self._spec = flat, schedule, spec
@@ -189,10 +187,6 @@ class LocalSteps:
         if self._counts.take_up(step):
             self._own[part].lerp_(self._flat.parameters[part], 1 - self._counts.kept)
 
-    def reset(self) -> None:
-        for array in self.shared.values():
-            array.zero_()
-
     def on_state_replaced(self) -> None:
         self._counts.is_copy_void = True
         self._reset_moments()
@@ -218,8 +212,8 @@ class _Layer:
 
 
 class ExactAverage(LocalSteps):
-    """A ``StepUpdate``. A contribution has for each slot the differences, as ``LocalSteps``, but without the weight;
-    then the weight of each slot, the number of targets, and the sum of losses.
+    """A contribution has for each slot the differences, as ``LocalSteps``, but without the weight; then the weight of
+    each slot, the number of targets, and the sum of losses.
 
     Only adapters train.
 

@@ -242,14 +242,14 @@ class Passes:
         self._recipe.tuning.draw_masks((flight.step, flight.index), self._device)  # for layers that are computed again
         first, number = self._batches.round_of(index)
         tokens, divisor = self._recipe.spec.micro_batch_tokens, self._divisor
-        if self._update.mean_of_each_call:
+        if not self._update.adds_up:
             divisor = self._batches.targets(flight.step, first, number)
         with self._recipe.arithmetic(), _memory_errors(), self._buffer.filling(on_final):
             if arrived is not None:
                 outputs.backward(arrived.to(outputs.dtype))  # type: ignore[no-untyped-call]
             else:
                 if counts:
-                    loss = outputs.detach() / (tokens if self._update.mean_of_each_call else divisor)
+                    loss = outputs.detach() / (divisor if self._update.adds_up else tokens)
                     self._built.flat.loss_sum.add_(loss.to(self._built.flat.loss_sum.device))  # with offload the host's
                 # Divided by infinity all gradients are 0.
                 (outputs / (divisor if counts else math.inf)).backward()  # type: ignore[no-untyped-call]

@@ -53,7 +53,7 @@ class ReduceBuffer:
         self._host = self._summed
         if not on_host:
             self._host = torch.zeros_like(self._summed, device="cpu", pin_memory=kind == "cuda")
-        self._copier = host_copier(self._summed, self._host, update.numel) if update.final_early else None
+        self._copier = host_copier(self._summed, self._host, update.numel) if update.adds_up else None
         self._progress = BackwardProgress(flat.stops, self._copier, self._fixed.add if self._fixed else None)
         for index, segment in enumerate(flat.segments):
             hook = partial(self._progress.gradient_final, index)
@@ -76,7 +76,7 @@ class ReduceBuffer:
         ``on_final``: given with the last one of the share."""
         if self._fixed is not None:
             self._fixed.begin_micro_batch()
-        with self._progress.reporting_to(on_final if self._update.final_early else None):
+        with self._progress.reporting_to(on_final if self._update.adds_up else None):
             yield
         if self._fixed is not None:
             self._fixed.add(len(self._update.contribution))

@@ -30,22 +30,20 @@ class StepUpdate(Protocol):
         contribution: this member's part of a step's sum, on the computing device, shape (numel + some,): gradients or
             differences, then a few *scalars*, the last one for the losses. After ``finish`` it stays as it is until
             ``apply``; only the ring writes the members' sum into it.
-        final_early: whether the front of ``FlatModel.gradients`` may be sent while the last backward pass still runs.
-            False: ``contribution`` is complete only after ``finish``.
+        adds_up: whether ``contribution`` is ``FlatModel.gradients``, to which each micro-batch adds: their front may be
+            sent while the last backward pass still runs. The members' sum of a step is the mean over all targets of the
+            step, and so is that of ``loss_sum``. False: ``after_backward`` uses the gradient of each call, which is a
+            mean over the targets of the call's micro-batches, and ``loss_sum`` is in nats / tokens of a micro-batch.
         numel: elements of ``contribution`` before the scalars.
         shared: the state beside the parameters that is equal on all members: name → flat array. May be empty.
-        mean_of_each_call: the gradient at each call of ``after_backward`` is a mean over the targets of the call's
-            micro-batches, and ``loss_sum`` is in nats / tokens of a micro-batch. False: the members' sum of a step is
-            the mean over all targets of the step, and so is that of ``loss_sum``.
         schedule: the settings of each step.
         max_scalar: largest sum of each of the scalars, but for the losses.
     """
 
     contribution: Tensor
-    final_early: bool
+    adds_up: bool = False
     numel: int
     shared: dict[str, Tensor]
-    mean_of_each_call: bool
     schedule: OptimizerSchedule
     max_scalar: float
 
@@ -54,14 +52,17 @@ class StepUpdate(Protocol):
         contribution does not need them: then ``finish`` may come first."""
 
     def after_backward(self, micro_batches: int, targets: float) -> None:
-        """Use the gradient in ``FlatModel.gradients``, of so many micro-batches. ``targets``: theirs / tokens of a
-        micro-batch."""
+        """Use the gradient in ``FlatModel.gradients``, of so many micro-batches, if it does not add up. ``targets``:
+        theirs / tokens of a micro-batch."""
+        return
 
     def finish(self) -> None:
         """Complete ``contribution``."""
+        return
 
     def exchanged(self, step: int) -> Sequence[tuple[int, int]]:
         """Ranges of ``contribution`` that step ``step`` sums over the members, ascending. Elsewhere it is zero."""
+        return [(0, len(self.contribution))]
 
     def mean_loss(self, summed: npt.NDArray[Any]) -> float:
         """Mean loss of the step in nats, from the members' sum of ``contribution``."""
@@ -74,12 +75,15 @@ class StepUpdate(Protocol):
 
     def reset(self) -> None:
         """Set ``shared`` to that of step 0."""
+        for array in self.shared.values():
+            array.zero_()
 
     def on_state_replaced(self) -> None:
         """Parameters and ``shared`` were replaced: forget what belongs to the old ones."""
+        return
 
 
-class SummedGradients:
+class SummedGradients(StepUpdate):
     """Each step is one update with the gradient of the global batch, which is the sum of all members' gradients.
 
     Args:
@@ -91,8 +95,7 @@ class SummedGradients:
         earlier_steps: of the optimizer, whose moments the job began with.
     """
 
-    final_early = True
-    mean_of_each_call = False
+    adds_up = True
     max_scalar = 1.001  # rounded
 
     def __init__(
@@ -109,15 +112,6 @@ class SummedGradients:
         self._flat.gradients.zero_()
         return False
 
-    def after_backward(self, micro_batches: int, targets: float) -> None:
-        """Does nothing: the gradients add up."""
-
-    def finish(self) -> None:
-        """Does nothing: the sum of this member's gradients is its contribution."""
-
-    def exchanged(self, step: int) -> Sequence[tuple[int, int]]:
-        return [(0, len(self.contribution))]
-
     def mean_loss(self, summed: npt.NDArray[Any]) -> float:
         weight = self._weight(summed)
         return float(summed[-1]) * self._unit / weight if weight else math.nan
@@ -133,12 +127,6 @@ class SummedGradients:
     def _weight(self, summed: Tensor | npt.NDArray[Any]) -> float:
         return float(summed[-2]) if self._is_weighted else 1.0
 
-    def reset(self) -> None:
-        self._optimizer.reset()
-
-    def on_state_replaced(self) -> None:
-        """Does nothing: nothing is derived from the state."""
-
 
 class ClippedGradients(SummedGradients):
     """As ``SummedGradients``, but each micro-batch is one sequence. The gradient of the mean over its own targets is
@@ -147,8 +135,7 @@ class ClippedGradients(SummedGradients):
     The noise of ``use_noise`` is that of the sum of gradients, before it is divided by their number.
     """
 
-    final_early = False
-    mean_of_each_call = True
+    adds_up = False
 
     def __init__(self, flat: FlatModel, schedule: OptimizerSchedule, micro_batches: int, clip_norm: float) -> None:
         super().__init__(flat, schedule)
