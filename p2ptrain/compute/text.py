@@ -76,8 +76,6 @@ class ModelText:
 
     def prompt_ids(self, text: str) -> list[int]:
         """Token ids of a prompt, with the tokenizer's special tokens."""
-        if self.tokenizer.is_bytes:
-            return [int(token) for token in self.tokenizer.encode([text])]
         return list(self.tokenizer.encodings([text], add_special_tokens=True)[0].ids)
 
     def check_length(self, prompt_tokens: int, max_new_tokens: int) -> None:

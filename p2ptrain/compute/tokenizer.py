@@ -154,13 +154,6 @@ class Tokenizer:
         sizes = ((1 << 8, np.uint8), (1 << 16, np.uint16), (1 << 31, np.int32))
         return np.dtype(next((kind for most, kind in sizes if self.vocab_size <= most), np.int64))
 
-    def encode(self, texts: Sequence[str]) -> Tokens:
-        """Ids of a few texts, concatenated, shape (tokens,), without special tokens."""
-        if self.is_bytes:
-            return np.frombuffer("".join(texts).encode(), dtype=np.uint8)
-        encodings = self.encodings(texts, add_special_tokens=False)
-        return np.array([token for encoding in encodings for token in encoding.ids], self.dtype)
-
     def save(self, directory: Path, *, chat: bool = False) -> None:
         """Write the files that ``AutoTokenizer.from_pretrained`` reads. ``chat``: the model was trained on
         conversations, so its chat template is among them, be it the plain one. Raises ``StorageError``."""
