@@ -36,9 +36,6 @@ class PassQueue(Generic[K]):
         self._places: dict[K, int] = {}  # of sessions whose prompt is being computed
         self._last_place = 0
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
     def __contains__(self, session: K) -> bool:
         return session in self._waiting
 

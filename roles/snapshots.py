@@ -109,7 +109,7 @@ def _copy_state(engine: Engine, free: list[list[Blob]]) -> list[Blob]:
     return [Blob(blob.name, target.data.toreadonly()) for blob, target in zip(state, targets, strict=True)]
 
 
-def state_bytes(state: list[Blob]) -> int:
+def state_bytes(state: Sequence[Blob]) -> int:
     return sum(blob.view.nbytes for blob in state)
 
 

@@ -27,7 +27,7 @@ from ring.job_member import JobMember
 from ring.token import joined_digest, next_lineage
 from roles.engine import WHOLE, Engine, Stage
 from roles.line import Line
-from roles.snapshots import CHUNK_BYTES, digest_of
+from roles.snapshots import CHUNK_BYTES, digest_of, state_bytes
 from roles.worker.context import Context
 from roles.worker.heal_source import ANSWER_S, DIGEST_BYTES, STEP, TABLE, chunks_of, log_limit_bytes
 from roles.worker.transfer import PieceSource, Receiver, TransferPiece, most_frequent
@@ -57,10 +57,6 @@ class StateLayout:
     blobs: Sequence[Blob]
     reduce_bytes: int
     stage: Stage = WHOLE
-
-    @property
-    def state_bytes(self) -> int:
-        return sum(blob.view.nbytes for blob in self.blobs)
 
 
 def offered_state_untrusted(offer: HealOffer, request: HealRequest, layout: StateLayout) -> OfferedState:
@@ -152,7 +148,7 @@ class StepReplay:
     def __init__(self, layout: StateLayout) -> None:
         self.next = -1  # the step to apply next; -1: the state is not complete
         # How many steps the log of a source can have.
-        self.log_steps = log_limit_bytes(layout.state_bytes, layout.reduce_bytes) // max(layout.reduce_bytes, 1)
+        self.log_steps = log_limit_bytes(state_bytes(layout.blobs), layout.reduce_bytes) // max(layout.reduce_bytes, 1)
         self._lineage = ""
         self._buffers = [memoryview(bytearray(layout.reduce_bytes)) for _ in range(STEPS_AHEAD)]
         self._agreed: dict[int, StepLogged] = {}  # what most sources report about the wanted steps
@@ -588,7 +584,8 @@ class Follower:
         def on_torn() -> None:
             self._handle(ev.StateTorn())
             names = ", ".join(member.name for member in message.sources)
-            context.notify("info", "fetching", f"fetches {fetch.layout.state_bytes / 1e6:.1f} MB of state from {names}")
+            size_bytes = state_bytes(fetch.layout.blobs)
+            context.notify("info", "fetching", f"fetches {size_bytes / 1e6:.1f} MB of state from {names}")
 
         await self._use_settings()
         fetch = await self._healer.fetch(request, message.generation, message.sources, engine, on_torn=on_torn)

@@ -83,15 +83,11 @@ async def root_of(state: Snapshot) -> bytes:
 
 @dataclass(slots=True, eq=False)
 class LoggedStep:
-    """The reduced bytes of a committed step. ``lineage``: after it. ``digests``, ``changes``: see ``StepLogged``."""
+    """A committed step, as followers are told of it. ``lineage``: after it. ``data``: its reduced bytes."""
 
-    step: int
+    report: StepLogged
     lineage: str
-    digest: bytes
-    square_sum: float
     data: memoryview
-    digests: bytes = b""
-    changes: int = 0
 
 
 class StepLog:
@@ -108,13 +104,13 @@ class StepLog:
         self.held_bytes, self._start = 0, (step, lineage)
 
     def add(self, entry: LoggedStep) -> None:
-        assert entry.step == self.newest + 1, "a gap in the log"
+        assert entry.report.step == self.newest + 1, "a gap in the log"
         self.entries.append(entry)
         self.held_bytes += entry.data.nbytes
         while self.held_bytes > self.limit_bytes and len(self.entries) > 1:
             oldest = self.entries.popleft()
             self.held_bytes -= oldest.data.nbytes
-            self._start = (oldest.step, oldest.lineage)
+            self._start = (oldest.report.step, oldest.lineage)
 
     @property
     def newest(self) -> int:
@@ -123,9 +119,9 @@ class StepLog:
     def since(self, step: int, lineage: str) -> list[LoggedStep] | None:
         """Return the steps after a state. None if the log does not reach back to it, or has another lineage there."""
         known = self.find(step)
-        if (step, lineage) != (self._start if known is None else (known.step, known.lineage)):
+        if (step, lineage) != (self._start if known is None else (known.report.step, known.lineage)):
             return None
-        return [entry for entry in self.entries if entry.step > step]
+        return [entry for entry in self.entries if entry.report.step > step]
 
     def find(self, step: int) -> LoggedStep | None:
         index = step - self._start[0] - 1
@@ -164,12 +160,9 @@ class Recipient:
 
     def tell(self, entries: Iterable[LoggedStep]) -> None:
         for entry in entries:
-            if entry.step > self.newest_step:
-                size_bytes = entry.data.nbytes
-                self.send(
-                    StepLogged(entry.step, entry.digest, entry.square_sum, size_bytes, entry.digests, entry.changes)
-                )
-                self.newest_step = entry.step
+            if entry.report.step > self.newest_step:
+                self.send(entry.report)
+                self.newest_step = entry.report.step
 
 
 # -------------------------------------------------------------------------------------------------------------- sending
@@ -201,8 +194,9 @@ class HealSource:
     def followers(self) -> int:
         return sum(not recipient.inside for recipient in self._recipients)
 
-    def begin_view(self) -> None:
-        self._ask_for_snapshot()
+    def ask_for_snapshot(self) -> None:
+        if any(recipient.waits for recipient in self._recipients):
+            self._want_snapshot()
 
     def end_view(self, reason: str) -> None:
         """End transfers of the live state, which may change now. Snapshots and the log are still sent."""
@@ -234,14 +228,15 @@ class HealSource:
         """Log the step that was just applied, from the bytes that ``keep`` copied, and report it to the followers.
         ``digests``: of a split model, as in ``Contribution``."""
         self._applying = False
-        self._ask_for_snapshot()
+        self.ask_for_snapshot()
         kept, self._kept = self._kept, None
         if self._logging and kept is not None:
             place = DIGEST_BYTES * self._stage.index
             digest = digests[place : place + DIGEST_BYTES] if digests else row.digest
             core = self._core
             changes = len(core.view.changes) if core.view else 0
-            entry = LoggedStep(row.step, core.lineage, digest, core.square_sum, kept, digests, changes)
+            report = StepLogged(row.step, digest, core.square_sum, kept.nbytes, digests, changes)
+            entry = LoggedStep(report, core.lineage, kept)
             self._log.add(entry)
             for recipient in self._recipients:
                 if recipient.newest_step >= 0 and not recipient.inside:
@@ -342,7 +337,7 @@ class HealSource:
         if view is None or not core.may_give or (request.step, request.lineage) != (view.step, view.lineage):
             raise Refused(_NOT_HERE, f"this member is at step {core.applied}, but step {request.step} was requested")
         entries = self._log.since(request.have_step, request.have_lineage)
-        if entries and (entries[-1].step, entries[-1].lineage) == (view.step, view.lineage):
+        if entries and (entries[-1].report.step, entries[-1].lineage) == (view.step, view.lineage):
             self._offer_steps(recipient, request, entries)
             return
         if self._live is None or (self._live.step, self._live.lineage) != (view.step, view.lineage):
@@ -371,7 +366,7 @@ class HealSource:
             self._use(recipient, copy)
         else:
             recipient.waits = True
-            self._ask_for_snapshot()
+            self.ask_for_snapshot()
         while recipient.snapshot is None:
             await self._turn_of(recipient)
         await self._offer_state(recipient, recipient.snapshot)
@@ -396,10 +391,6 @@ class HealSource:
         snapshot, recipient.snapshot, recipient.waits = recipient.snapshot, None, False
         if snapshot is not None:
             snapshot.release()
-
-    def _ask_for_snapshot(self) -> None:
-        if any(recipient.waits for recipient in self._recipients):
-            self._want_snapshot()
 
     def _next_turn(self) -> None:
         self._turn.set()

@@ -282,7 +282,7 @@ class JobRunner:
         await state.use_settings()
         state.reports.steps.steps_total = self.core.steps_total
         await self.activity_runner.begin_view(session)
-        state.heal_source.begin_view()
+        state.heal_source.ask_for_snapshot()
         state.reports.begin_view(form.view, formed_s=context.world.clock.now() - form_began)
         return ev.ActivityFinished(form.ticket)
 
