@@ -40,6 +40,7 @@ import re
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -215,15 +216,6 @@ class EmulatedNetwork:
         )
 
 
-@dataclass(eq=False, slots=True)
-class _Piece:
-    """Bytes in flight, handed to the inner transport at ``due_at``. ``end``, instead of bytes, ends it."""
-
-    due_at: float
-    data: bytes = b""
-    end: Callable[[], None] | None = None
-
-
 class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
     """One side of an emulated connection, between the real protocol and the inner transport. It queues only writes."""
 
@@ -232,7 +224,8 @@ class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
         self._preset_of, self._rng = preset_of, rng
         self._loop = asyncio.get_running_loop()
         self._opened_at = self._loop.time()
-        self._queue: deque[_Piece] = deque()
+        # In flight: when it arrives, its bytes, and the inner transport's call that hands it over, or ends that.
+        self._queue: deque[tuple[float, int, Callable[[], None]]] = deque()
         self._queued_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._inner_full = False
@@ -249,21 +242,19 @@ class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
             return
         for start in range(0, view.nbytes, PIECE_BYTES):
             piece = bytes(view[start : start + PIECE_BYTES])
-            self._queue.append(_Piece(self._shaper.send(self._loop.time(), len(piece)), piece))
-        self._queued_bytes += view.nbytes
-        self._arm()
+            self._send(len(piece), partial(self._inner.write, piece))
         self._maybe_pause()
 
     def write_eof(self) -> None:
         if not (self._eof or self._closing):
             self._eof = True
-            self._send_end(self._inner.write_eof)
+            self._send(0, self._inner.write_eof)
 
     def close(self) -> None:
         if not self._closing:
             self._closing = True
             self._inner.pause_reading()  # as in asyncio, a closed transport delivers nothing more
-            self._send_end(self._inner.close)
+            self._send(0, self._inner.close)
 
     def abort(self) -> None:
         if not self._lost:
@@ -329,13 +320,14 @@ class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
 
     # The link.
 
-    def _send_end(self, end: Callable[[], None]) -> None:
-        self._queue.append(_Piece(self._shaper.send(self._loop.time(), 0), end=end))
+    def _send(self, nbytes: int, hand_over: Callable[[], None]) -> None:
+        self._queue.append((self._shaper.send(self._loop.time(), nbytes), nbytes, hand_over))
+        self._queued_bytes += nbytes
         self._arm()
 
     def _arm(self) -> None:
         if self._timer is None and self._queue and not self._inner_full:
-            due_at = self._queue[0].due_at
+            due_at, *_ = self._queue[0]
             self._timer = self._loop.call_at(due_at, self._on_timer, due_at)
 
     def _on_timer(self, due_at: float) -> None:
@@ -345,13 +337,10 @@ class EmulatedTransport(FlowControl, asyncio.BufferedProtocol):
     def _release(self, now: float) -> None:
         if self._inner.is_closing():  # it failed; its connection_lost follows
             return self._drop()
-        while self._queue and self._queue[0].due_at <= now and not self._inner_full:
-            piece = self._queue.popleft()
-            if piece.end is not None:
-                piece.end()
-                continue
-            self._inner.write(piece.data)
-            self._queued_bytes -= len(piece.data)
+        while self._queue and self._queue[0][0] <= now and not self._inner_full:
+            _, nbytes, hand_over = self._queue.popleft()
+            hand_over()
+            self._queued_bytes -= nbytes
         self._arm()
         return self._maybe_resume()
 
