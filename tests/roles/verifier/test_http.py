@@ -188,6 +188,18 @@ async def test_choices_have_seeds_of_their_own(endpoint: Endpoint) -> None:
     assert {(each.index, each.delta.content) for each in deltas if each.delta.content} == {(0, "4"), (1, "5")}
 
 
+async def test_a_prompt_is_computed_once_for_all_its_choices(endpoint: Endpoint) -> None:
+    texts = {(prompt, seed): ScriptedWriting([f"{prompt}{seed}"]) for prompt in "ab" for seed in (4, 5)}
+    texts["a", 4] = held = ScriptedWriting(["a4"], held_at=0)
+    endpoint.service.script = lambda wish: texts[wish.prompt, wish.sampling.seed]
+    asked = endpoint.client.completions.create(model=MODEL, prompt=["a", "b"], n=2, seed=4)
+    answer = asyncio.create_task(asked)
+    await texts["b", 5].closed.wait()
+    assert {(wish.prompt, wish.sampling.seed) for wish in endpoint.service.wishes} == {("a", 4), ("b", 4), ("b", 5)}
+    held.go.set()
+    assert [choice.text for choice in (await answer).choices] == ["a4", "a5", "b4", "b5"]
+
+
 async def test_the_best_texts_are_the_likeliest(endpoint: Endpoint) -> None:
     # A token's log-probability is minus its number.
     endpoint.service.script = lambda wish: ScriptedWriting([" zaQb"[wish.sampling.seed], " "])
