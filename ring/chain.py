@@ -24,7 +24,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, P2PTrainError, Stalled
+from p2ptrain.core.errors import ConnectionLost, P2PTrainError
 from p2ptrain.core.world import World
 from ring.links import ThisMember, Topology, connect_neighbours
 from ring.neighbours import AT_WORK, Neighbour, NeighbourLinks
@@ -410,10 +410,8 @@ class Chain:
                     moved_at, unsent_bytes = self._now(), hop.unsent_bytes
                 left_s = max(moved_at, hop.heard_at) + patience_s - self._now()
                 if left_s <= 0:
-                    remedy = "it may be stuck or very slow: look at its log"
                     silence = f"nothing came for {patience_s:g} s while this stage waited for {what}"
-                    kind = Stalled if self.links.formed else DeadlineExceeded  # else a third stage may not have come
-                    self.links.give_up(hop.neighbour, kind(silence, remedy=remedy))
+                    self.links.give_up_stuck(hop.neighbour, silence)
                     raise self.links.failure()
                 await asyncio.wait({future}, timeout=min(left_s, patience_s * 0.05))
         finally:

@@ -196,10 +196,6 @@ class NeighbourLinks:
     def neighbours(self) -> tuple[Neighbour, ...]:
         return tuple(neighbour for neighbour in (self.left, self.right) if neighbour is not None)
 
-    @property
-    def formed(self) -> bool:
-        return self.beats.interval_s > 0
-
     def failure(self) -> P2PTrainError:
         """A new copy of the error that broke the links: each raised error grows its own traceback."""
         cause = self.broken.result().cause
@@ -276,6 +272,12 @@ class NeighbourLinks:
                     bulk.abort()
             else:
                 other.abort()
+
+    def give_up_stuck(self, neighbour: Neighbour | None, silence: str) -> None:
+        """End the links because a neighbour makes no progress. Before the heartbeats the cause may be a third member
+        that has not come."""
+        kind = Stalled if self.beats.interval_s else DeadlineExceeded
+        self.give_up(neighbour, kind(silence, remedy="it may be stuck or very slow: look at its log"))
 
     @property
     def bytes_in(self) -> int:

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NeighbourAway, PeerError, Stalled
+from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NeighbourAway, PeerError
 from p2ptrain.core.world import World
 from ring import collectives
 from ring.codecs import Codec
@@ -497,11 +497,8 @@ class RingSession:
         if starving and waits and still_s < LATER * patience_s:  # a member before it is the cause
             self._judge_in(LATER * patience_s - still_s)
             return
-        what = f"sent no part of the {title}" if starving else f"took no part of the {title}"
-        remedy = "it may be stuck or very slow: look at its log"
-        kind = Stalled if self.links.formed else DeadlineExceeded  # else a third member may not have come
-        silence = kind(f"{what} for {patience_s:g} s", remedy=remedy)
-        self.links.give_up(self.links.left if starving else self.links.right, silence)
+        neighbour, what = (self.links.left, "sent") if starving else (self.links.right, "took")
+        self.links.give_up_stuck(neighbour, f"{what} no part of the {title} for {patience_s:g} s")
 
     # -------------------------------------------------------------------------------------------------------- breaking
 
