@@ -262,7 +262,7 @@ class Chain:
         except BaseException:  # also cancelled in the instant when all were there: nobody else could close the chain
             chain.close("forming the chain failed at this stage")
             raise
-        chain.links.begin_beats(view.heartbeat_s, view.death_s)
+        chain.links.begin_beats()
         return chain
 
     def close(self, reason: str = "the view ended") -> None:

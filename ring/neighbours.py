@@ -109,12 +109,10 @@ class Heartbeats:
         self.newest_of_left: Heartbeat | None = None
         self._seq = 0
 
-    async def run(self, death_s: float) -> None:
+    async def run(self) -> None:
         """Send heartbeats and watch both neighbours, until cancelled."""
-        watched = [
-            (neighbour, FailureDetector(heartbeat_s=self.interval_s, death_s=death_s))
-            for neighbour in self._links.neighbours
-        ]
+        times_s = {"heartbeat_s": self.interval_s, "death_s": self._links.view.death_s}
+        watched = [(neighbour, FailureDetector(**times_s)) for neighbour in self._links.neighbours]
         now = due = self._clock.now()
         while True:
             if now >= due:
@@ -310,11 +308,11 @@ class NeighbourLinks:
         self.owner.settle()
         self._tasks.cancel()
 
-    def begin_beats(self, heartbeat_s: float, death_s: float) -> None:
+    def begin_beats(self) -> None:
         """Start heartbeats and failure detection, when every member is known to be connected."""
-        self.beats.interval_s = heartbeat_s
+        self.beats.interval_s = self.view.heartbeat_s
         if self.neighbours:
-            self._tasks.start(self.beats.run(death_s), "heartbeats")
+            self._tasks.start(self.beats.run(), "heartbeats")
 
     # -------------------------------------------------------------------------------------------------------- listening
 

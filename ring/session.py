@@ -158,7 +158,7 @@ class RingSession:
                     problem.message, peer_id=lost.suspect, remedy=problem.remedy, cause=cause
                 ) from problem
             raise
-        session.links.begin_beats(view.heartbeat_s, view.death_s)
+        session.links.begin_beats()
         return session
 
     def close(self, reason: str = "the view ended") -> None:
