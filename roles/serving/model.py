@@ -153,7 +153,7 @@ class DecodingStats:
         tokens: new tokens of the text. verified: drafts in passes. accepted: right drafts in passes.
         drafted: drafts received. wasted: drafts that were wrong or based on a wrong one.
         judged, right: drafts whose predecessors in the pass were right, and the right ones of these.
-        verify_s: time in passes after the prompt. wait_s: time of waits for drafts between passes.
+        verify_s: time in passes after the prompt. draft_s: time of waits for drafts between passes.
     """
 
     passes: int = 0
@@ -166,7 +166,7 @@ class DecodingStats:
     judged: int = 0
     right: int = 0
     verify_s: float = 0.0
-    wait_s: float = 0.0
+    draft_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

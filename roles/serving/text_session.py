@@ -19,7 +19,7 @@ from p2ptrain.core.serving import Sampling, TokenLogprob, token_logprobs
 from roles.pass_queue import SHARED_CHUNK
 from roles.serving.constraints import Constraint, Submit
 from roles.serving.model import Decoding, ModelSession, PassOutcome, PassRequest, PassResult
-from roles.serving.text_stats import DrafterFacts, TextStats, TextSums, sums_of
+from roles.serving.text_stats import DrafterFacts, TextStats, TextSums
 from roles.serving.texts import TextPiece, Writing, report_defect
 from wire.chain_messages import MAX_REQUEST_POSITIONS
 
@@ -108,7 +108,7 @@ class TextSession(Writing):
         return self._stats.as_map(self._now(), self._facts())
 
     def sums(self) -> TextSums:
-        return sums_of(self.decoding.stats, self._stats.spent_s, self._facts())
+        return self._stats.sums(self._facts())
 
     async def end(self, error: P2PTrainError) -> None:
         """Close with an error for the reader. Never raises."""

@@ -118,21 +118,25 @@ class TextStats:
         self._tokens += count
         self._last_at = now
 
-    @property
-    def spent_s(self) -> dict[str, float]:
-        """Seconds of the tokens after the first: in all, computing, waiting for drafts, and waiting for a turn or the
-        reader."""
+    def sums(self, drafters: Sequence[DrafterFacts]) -> TextSums:
+        """Those of its passes, and of the tokens after the first: ``after``, their number; ``all_s``, their seconds;
+        ``wait_s`` of these for a turn or the reader."""
         core = self._core
-        writing_s = self._last_at - self._first_at
-        return {"all": writing_s, "verify": core.verify_s, "draft": core.wait_s, "wait": self._turns_s}
+        return {
+            **asdict(core),
+            "after": core.tokens - bool(core.tokens),  # the first token belongs to the prompt
+            "all_s": self._last_at - self._first_at,
+            "wait_s": self._turns_s,
+            "bytes": sum(facts.bytes_in + facts.bytes_out for facts in drafters),
+        }
 
     def end(self, now: float) -> None:
         self._ended_at = now if self._ended_at is None else self._ended_at
 
     def as_map(self, now: float, drafters: Sequence[DrafterFacts]) -> dict[str, Any]:
         """All figures. Milliseconds are per token after the first, which belongs to the prompt; None: there is none."""
-        core, after, writing_s = self._core, self._tokens - 1, self.spent_s["all"]
-        figures = figures_of(sums_of(core, self.spent_s, drafters), 0.0)
+        core, after, sums = self._core, self._tokens - 1, self.sums(drafters)
+        figures, writing_s = figures_of(sums, 0.0), sums["all_s"]
         named = (
             "token_ms",
             *(f"{name}_ms" for name in PARTS),
@@ -165,23 +169,6 @@ def _by_peer(drafters: Sequence[DrafterFacts]) -> list[dict[str, Any]]:
         found[facts.peer_id] = table
     best = sorted(found, key=lambda peer_id: -found[peer_id]["accepted"])[:MOST_DRAFTERS]
     return [table for peer_id, table in found.items() if peer_id in best]
-
-
-def sums_of(core: DecodingStats, spent_s: Mapping[str, float], drafters: Sequence[DrafterFacts]) -> TextSums:
-    return {
-        "tokens": core.tokens,
-        "after": core.tokens - bool(core.tokens),  # after the first token, which belongs to the prompt
-        "passes": core.passes,
-        "alone": core.self_steps,
-        "drafted": core.drafted,
-        "wasted": core.wasted,
-        "accepted": core.accepted,
-        "pass_s": core.verify_s + core.wait_s,
-        "bytes": sum(facts.bytes_in + facts.bytes_out for facts in drafters),
-        **{f"{name}_s": seconds for name, seconds in spent_s.items()},
-        "judged": core.judged,
-        "right": core.right,
-    }
 
 
 def add_sums(sums: Iterable[TextSums]) -> dict[str, float]:
@@ -230,7 +217,7 @@ def figures_of(grown: TextSums, step_s: float) -> dict[str, float]:
     share("alpha", grown.get("right", 0.0), grown.get("judged", 0.0))
     after, passes = grown.get("after", 0.0), grown.get("passes", 0.0)
     share("accepted_length", after, passes)
-    share("alone_share", grown.get("alone", 0.0), passes)
+    share("alone_share", grown.get("self_steps", 0.0), passes)
     share("wasted_share", grown.get("wasted", 0.0), grown.get("drafted", 0.0))
     share("bytes_per_token", grown.get("bytes", 0.0), grown.get("tokens", 0.0))
     share("token_ms", 1e3 * grown.get("all_s", 0.0), after)
@@ -241,5 +228,5 @@ def figures_of(grown: TextSums, step_s: float) -> dict[str, float]:
     if step_s > 0:
         found["alone_ms"] = 1e3 * step_s
         if after >= 16:  # with fewer tokens one slow pass would dominate
-            share("speed_up", step_s * after, grown.get("pass_s", 0.0))
+            share("speed_up", step_s * after, grown.get("verify_s", 0.0) + grown.get("draft_s", 0.0))
     return found

@@ -247,7 +247,7 @@ class Speculation:
             return (), wait_s
         waited_s = 0.0 if follows else now - self.decoding.result_at
         self._begun.append((waited_s, len(self.right) - 1))
-        self.decoding.stats.wait_s += waited_s
+        self.decoding.stats.draft_s += waited_s
         # As many passes as are allowed are under way during the time of one.
         rows, model = max(count - follows, 0), self._model
         self._free_at = now + max(model.free_s(rows), model.passes.seconds(rows) / self.decoding.most_passes)

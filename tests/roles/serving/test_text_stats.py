@@ -14,7 +14,6 @@ from roles.serving.text_stats import (
     RecentSums,
     TextStats,
     figures_of,
-    sums_of,
 )
 from wire.http_messages import PART_BYTES
 from wire.text_messages import TextNews
@@ -43,7 +42,6 @@ def test_figures_name_each_drafter_once_and_fit_a_message() -> None:
 
 
 FACTS = [DrafterFacts(f"d{at}", "", "", 0.0, 200, 5, right) for at, right in ((1, 6), (2, 2))]
-SPENT = {"all": 2.0, "verify": 1.0, "draft": 0.75, "wait": 0.125}
 
 
 def test_pace_of_the_last_minutes() -> None:
@@ -65,13 +63,16 @@ def test_pace_of_the_last_minutes() -> None:
 def stats() -> DecodingStats:
     """A text of 41 tokens, of which 40 are behind the first, in ten passes."""
     made = {"passes": 10, "self_steps": 2, "tokens": 41, "drafted": 60, "wasted": 15, "judged": 16, "right": 8}
-    return DecodingStats(**made, verify_s=1.0, wait_s=0.75)
+    return DecodingStats(**made, verify_s=1.0, draft_s=0.75)
 
 
 def test_the_figures_of_a_text() -> None:
-    sums = sums_of(stats(), SPENT, FACTS)
+    text = TextStats(stats(), began_at=0.0, prompt_tokens=1, cached_tokens=0, pace=RecentPace())
+    text.add_tokens(1, 10.0)
+    text.add_tokens(40, 12.0)
+    text.add_pass(0.375, 0.25, prefill=False)
     recent = RecentSums()
-    assert recent.add(sums) == 41
+    assert recent.add(text.sums(FACTS)) == 41
     found = figures_of(recent.grown, 0.1)
     assert found == {
         "alpha": 0.5,
