@@ -111,8 +111,8 @@ def _(core: Coordinator) -> None:
 
 @check_invariants.register
 def _(core: DraftedText) -> None:
-    assert core._prompt <= core._verified <= len(core._ids) <= core._positions
-    assert core._verified <= core._sent <= len(core._ids)
+    assert core._prompt <= core.known <= len(core._ids) <= core._positions
+    assert core.known <= core._sent <= len(core._ids)
     assert core._held <= len(core._ids)
     assert core.epoch <= core.number
 

@@ -204,12 +204,11 @@ class DraftServer:
             session.task.cancel()
 
     def _take_verdict_untrusted(self, session: _Session, message: Verdict, number: int) -> None:
-        core, vocab_size = session.core, session.opening.vocab_size
-        verdict = verdict_untrusted(message, number, verified=core.known, vocab_size=vocab_size)
-        epoch, right = core.epoch, verdict.start - core.known
+        core = session.core
+        verdict, epoch = verdict_untrusted(message, number, vocab_size=session.opening.vocab_size), core.epoch
         self._carry_out(session, core.take_verdict(verdict))
-        session.caller.right += right
-        self.right += right
+        session.caller.right += verdict.right
+        self.right += verdict.right
         self.wrong += core.epoch != epoch
 
     def _carry_out(self, session: _Session, instructions: Sequence[DraftInstruction]) -> None:

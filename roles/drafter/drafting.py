@@ -31,17 +31,12 @@ GROUP = 2
 
 @dataclass(frozen=True, slots=True)
 class DraftVerdict:
-    """A verdict: the text from position ``start`` on, and the drafts before it that it accepts.
-
-    Attributes:
-        right: drafts accepted before ``start``, since the last verdict. depth: as in ``wire.text_messages.Verdict``.
-    """
+    """A verdict, as ``wire.text_messages.Verdict``: newly verified are the next ``right`` drafts, then ``tokens``."""
 
     number: int
-    start: int
+    right: int
     tokens: tuple[int, ...]
     depth: int
-    right: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +55,7 @@ class DraftedText:
     """One session of a drafter. Its arguments are as in ``wire.text_messages.DraftOpen``.
 
     Attributes:
-        epoch: epoch of the line. number: number of the last verdict.
+        known: number of the verified tokens. epoch: epoch of the line. number: number of the last verdict.
         ready: the model has processed the ids from the opening.
     """
 
@@ -74,27 +69,24 @@ class DraftedText:
         self._positions = positions
         self._depth = depth
         self._ids = list(ids)  # verified tokens, then the line
-        self._verified = len(ids)
+        self.known = len(ids)
         self._opened = len(ids)
         self._sent = len(ids)  # positions that the verifier has, or will have, without a further message
         self._held = 0  # valid positions in the model's cache
         self._reach = 0  # valid positions after the pass under way
         self._running = False
 
-    @property
-    def known(self) -> int:
-        return self._verified
-
     def next_instructions(self) -> list[DraftInstruction]:
         return [*self._sends(), *self._passes()]
 
     def take_verdict(self, verdict: DraftVerdict) -> list[DraftInstruction]:
         """Take a verdict. Raises ``ProtocolError``: no correct verifier sends it."""
-        start, end = verdict.start, verdict.start + len(verdict.tokens)
+        start = self.known + verdict.right
+        end = start + len(verdict.tokens)
         if verdict.number != self.number + 1:
             raise ProtocolError(f"verdict {verdict.number} arrived after verdict {self.number}")
-        if not self._verified <= start <= len(self._ids):
-            raise ProtocolError(f"a verdict starts at position {start}, expected {self._verified} to {len(self._ids)}")
+        if start > len(self._ids):
+            raise ProtocolError(f"a verdict accepts drafts up to position {start}, but they end at {len(self._ids)}")
         if end > self._positions:
             raise ProtocolError(f"a verdict ends at position {end}, but the session has {self._positions}")
         self.number = verdict.number
@@ -110,7 +102,7 @@ class DraftedText:
             self._reach = min(self._reach, cut)
             self._sent = min(self._sent, cut)
         self._ids += verdict.tokens[len(self._ids) - start :]
-        self._verified = end
+        self.known = end
         self._sent = max(self._sent, end)
         return self.next_instructions()
 
@@ -133,7 +125,7 @@ class DraftedText:
                 return []
             # At rest the model takes in all but the last token, so that drafting can start soon. The sample is unused:
             # for some models samples must be taken in order.
-            size = self._verified - 1
+            size = self.known - 1
             if self._held >= size:
                 return []
         stop = min(self._held + MAX_REQUEST_POSITIONS, size)
@@ -144,7 +136,7 @@ class DraftedText:
 
     @property
     def _limit(self) -> int:
-        return min(self._verified + self._depth, self._positions)
+        return min(self.known + self._depth, self._positions)
 
     def _sends(self) -> list[DraftSending]:
         stop = min(len(self._ids), self._limit)
@@ -166,11 +158,7 @@ def ids_untrusted(data: bytes | bytearray, *, vocab_size: int) -> tuple[int, ...
     return ids
 
 
-def verdict_untrusted(message: Verdict, number: int, *, verified: int, vocab_size: int) -> DraftVerdict:
-    """A verdict as its core takes it. Raises ``ProtocolError``: no correct verifier sends it.
-
-    Args:
-        number: number of the verdict, from the header. verified: positions verified before it.
-    """
-    tokens = ids_untrusted(message.tokens, vocab_size=vocab_size)
-    return DraftVerdict(number, verified + message.right, tokens, message.depth)
+def verdict_untrusted(message: Verdict, number: int, *, vocab_size: int) -> DraftVerdict:
+    """A verdict as its core takes it. ``number``: from the header. Raises ``ProtocolError``: no correct verifier sends
+    it."""
+    return DraftVerdict(number, message.right, ids_untrusted(message.tokens, vocab_size=vocab_size), message.depth)

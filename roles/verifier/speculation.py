@@ -137,7 +137,7 @@ class DraftLine:
         self.sizes.append(len(text))
         if self.dead and depth and (self._cut_at is None or rested):
             self._cut_at, self._cut_size = now, len(text)
-        return DraftVerdict(len(self.sizes) - 1, start, tuple(text[start:]), depth, right)
+        return DraftVerdict(len(self.sizes) - 1, right, tuple(text[start:]), depth)
 
     @property
     def anew_s(self) -> float:

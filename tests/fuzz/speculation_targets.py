@@ -14,7 +14,6 @@ from p2ptrain.core.errors import ConnectionLost
 from p2ptrain.core.serving import Sampling
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.drafter.drafting import (
-    DraftVerdict,
     ids_untrusted,
     verdict_untrusted,
 )
@@ -95,9 +94,9 @@ def _check_words(case: tuple[Message, int]) -> None:
             assert 0 < len(tokens) <= 2 * MAX_DEPTH
             assert all(0 <= token < VOCAB for token in tokens)
         case Verdict():
-            told = verdict_untrusted(message, number, verified=7, vocab_size=VOCAB)
+            told = verdict_untrusted(message, number, vocab_size=VOCAB)
             assert ids_untrusted(message.tokens, vocab_size=VOCAB) == told.tokens
-            assert told.start == 7 + message.right
+            assert told.right == message.right
             assert 0 <= told.depth <= MAX_DEPTH
         case StreamRefused():
             refused = error_untrusted(message)
@@ -186,8 +185,7 @@ async def _drafted(said: list[list[tuple[Message, int, int]]]) -> None:
     network = MemoryNetwork()
     words = iter(said)
 
-    def says(stream: int, verdict: DraftVerdict | None, number: int, connection: Connection) -> None:
-        at = len(PROMPT) if verdict is None else verdict.start + len(verdict.tokens)
+    def says(stream: int, at: int, number: int, connection: Connection) -> None:
         for message, epoch, offset in next(words, []):
             if isinstance(message, Drafts):  # where drafts are due, give or take a few
                 message = replace(message, position=at + message.position)

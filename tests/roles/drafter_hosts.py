@@ -18,7 +18,7 @@ from p2ptrain.core.threads import LoopThreads, RealThreads, Threads
 from p2ptrain.core.world import LoopClock, Network, World
 from roles.compute_thread import ComputeThread
 from roles.drafter.draft_server import MAX_SESSIONS, DraftServer
-from roles.drafter.drafting import DraftVerdict, verdict_untrusted
+from roles.drafter.drafting import verdict_untrusted
 from roles.engine import StageEngine
 from roles.line import Line
 from roles.serving.local_model import LocalModel
@@ -161,7 +161,7 @@ class Liar:
     """What answers where a drafter should be: it takes sessions in, and says what it is told to say.
 
     Args:
-        says: from the session's stream, the verdict (None: the session was opened), its number and the connection.
+        says: from the session's stream, the number of verified tokens, that of the verdict and the connection.
         late_s: after so long it says what time it is.
 
     Attributes:
@@ -170,7 +170,7 @@ class Liar:
 
     name: str
     network: Network
-    says: Callable[[int, DraftVerdict | None, int, Connection], None]
+    says: Callable[[int, int, int, Connection], None]
     verdicts: int = 0
     openings: int = 0
     closed: list[int] = field(default_factory=list)
@@ -211,15 +211,15 @@ class Liar:
                         self.openings += 1
                         verified[frame.stream] = opening.count
                         connection.send(DraftReady(), stream=frame.stream)
-                        self.says(frame.stream, None, 0, connection)
+                        self.says(frame.stream, opening.count, 0, connection)
                     case StreamClose():
                         self.closed.append(frame.stream)
                     case Verdict() as verdict:
                         self.verdicts += 1
                         stream, number = frame.stream, frame.generation
-                        told = verdict_untrusted(verdict, number, verified=verified[stream], vocab_size=self.vocab_size)
-                        verified[stream] = told.start + len(told.tokens)
-                        self.says(stream, told, number, connection)
+                        told = verdict_untrusted(verdict, number, vocab_size=self.vocab_size)
+                        verified[stream] += told.right + len(told.tokens)
+                        self.says(stream, verified[stream], number, connection)
                     case Request(id=number):
                         asyncio.get_running_loop().call_later(self.late_s, self._clock, connection, number)
 

@@ -15,7 +15,6 @@ from p2ptrain.core.errors import DeadlineExceeded, P2PTrainError, ProtocolError,
 from p2ptrain.core.serving import Pass, Ran, Sampling
 from p2ptrain.lab.memory import MemoryNetwork
 from roles.drafter.draft_server import MAX_CALLERS
-from roles.drafter.drafting import DraftVerdict
 from roles.line import Line
 from roles.verifier.drafters import Drafters
 from tests.roles.drafter_hosts import (
@@ -44,24 +43,20 @@ pytestmark = pytest.mark.virtual_time
 PROMPT = [5, 80, 11, 11, 3]
 GREEDY = Sampling(temperature=0)
 EXPECTED = tokens_of(CONFIG, PROMPT, 120, GREEDY)
-Says = Callable[[int, DraftVerdict | None, int, Connection], None]
+Says = Callable[[int, int, int, Connection], None]
 
 
 def drafts(connection: Connection, stream: int, epoch: int, position: int, tokens: list[int]) -> None:
     connection.send(Drafts(position, encode_ids(tokens)), generation=epoch, stream=stream)
 
 
-def behind(verdict: DraftVerdict | None) -> int:
-    return len(PROMPT) if verdict is None else verdict.start + len(verdict.tokens)
-
-
-def says_what_cannot_be(stream: int, verdict: DraftVerdict | None, number: int, connection: Connection) -> None:
+def says_what_cannot_be(stream: int, verified: int, number: int, connection: Connection) -> None:
     drafts(connection, stream, 0, len(PROMPT) + 90, [1])
 
 
-def says_nothing_right(stream: int, verdict: DraftVerdict | None, number: int, connection: Connection) -> None:
-    right = EXPECTED[behind(verdict) - len(PROMPT)]
-    drafts(connection, stream, number, behind(verdict), [(right + 1) % VOCAB])
+def says_nothing_right(stream: int, verified: int, number: int, connection: Connection) -> None:
+    right = EXPECTED[verified - len(PROMPT)]
+    drafts(connection, stream, number, verified, [(right + 1) % VOCAB])
 
 
 @pytest.mark.parametrize("says", [says_what_cannot_be, says_nothing_right])
@@ -84,16 +79,16 @@ async def test_many_bad_drafters_do_not_displace_a_good_one(says: Says) -> None:
 def garbage(message: Message, *, generation: int = 0, offset: int = 0) -> Says:
     """Says this message once the session runs; its stream is ``offset`` beside the session's."""
 
-    def says(stream: int, verdict: DraftVerdict | None, number: int, connection: Connection) -> None:
-        if verdict is None:
+    def says(stream: int, verified: int, number: int, connection: Connection) -> None:
+        if not number:
             connection.send(message, generation=generation, stream=stream + offset)
 
     return says
 
 
-def late_garbage(stream: int, verdict: DraftVerdict | None, number: int, connection: Connection) -> None:
-    if verdict is not None:
-        drafts(connection, stream, number, behind(verdict) + 2, [1])  # a hole
+def late_garbage(stream: int, verified: int, number: int, connection: Connection) -> None:
+    if number:
+        drafts(connection, stream, number, verified + 2, [1])  # a hole
 
 
 LIES = {

@@ -141,7 +141,7 @@ class SpeculativeText(RuleBasedStateMachine):
     def send_verdict(self) -> None:
         if (verdict := self.core.next_verdict(self.now)) is not None:
             (drafter,) = self.drafters
-            assert 0 <= verdict.right <= verdict.start
+            assert 0 <= verdict.right <= len(self.decoding.ids) - len(verdict.tokens)
             assert verdict.number == self.numbers.get(drafter, 0) + 1
             self.numbers[drafter] = verdict.number
             self.drafters[drafter].inbox.append(verdict)

@@ -78,9 +78,9 @@ def drafter() -> DraftedText:
 @pytest.mark.parametrize(
     "told",
     [
-        DraftVerdict(2, 3, (4,), 4),
-        DraftVerdict(1, 2, (3,), 4),
-        DraftVerdict(1, 3, (4,) * 18, 4),
+        DraftVerdict(2, 0, (4,), 4),
+        DraftVerdict(1, 5, (3,), 4),
+        DraftVerdict(1, 0, (4,) * 18, 4),
     ],
 )
 def test_an_invalid_verdict_is_refused(told: DraftVerdict) -> None:
@@ -90,9 +90,9 @@ def test_an_invalid_verdict_is_refused(told: DraftVerdict) -> None:
 
 def test_a_verdict_that_agrees_leaves_the_line_and_one_that_does_not_cuts_it() -> None:
     core = drafter()
-    assert core.take_verdict(DraftVerdict(1, 5, (6,), 4)) == [PassRequest(6, (7,), 1)]
+    assert core.take_verdict(DraftVerdict(1, 2, (6,), 4)) == [PassRequest(6, (7,), 1)]
     assert (core.epoch, core._ids[: core.known]) == (0, [1, 2, 3, 4, 5, 6])
-    assert core.take_verdict(DraftVerdict(2, 6, (9,), 4)) == []
+    assert core.take_verdict(DraftVerdict(2, 0, (9,), 4)) == []
     assert (core.epoch, core._ids[: core.known]) == (2, [1, 2, 3, 4, 5, 6, 9])
     (run,) = core.take_samples((8,))  # its sample was based on what was cut: it is dropped
     assert run == PassRequest(6, (9,), 1)
