@@ -34,7 +34,7 @@ from roles.seed.overview import SeedIdentity
 from roles.seed.peers import NAME_CHARS
 from roles.seed.server import Seed
 from roles.seed.store import FILE_NAME, SCHEMA_VERSION, TERM_FACT, Records, SeedStore, file_of
-from roles.seed.tracking import TrackerPorts, Trackers, check_trackers
+from roles.seed.tracking import Trackers, check_trackers
 from wire.address import Ticket
 from wire.circuits import CircuitNetwork
 from wire.credentials import Credentials
@@ -272,8 +272,7 @@ async def serving_seed(
         await seed.load()
         note, last_writes = seed.announcements.note, list[Callable[[], Awaitable[None]]]()
         if tracker_environ is not None:
-            ports = TrackerPorts(seed, state_dir / "track", environ)
-            trackers = Trackers(ports)
+            trackers = Trackers(seed, state_dir / "track", environ)
             tasks.append(trackers.run)
             last_writes.append(trackers.close)
         if backup_dir is not None:

@@ -98,9 +98,9 @@ def check_trackers(environ: Mapping[str, str], profile: Profile) -> None:
         check(name, profile, environ)
 
 
-@dataclass(frozen=True, slots=True)
-class TrackerPorts:
-    """What trackers use of their seed.
+@dataclass(slots=True)
+class Trackers:
+    """All trackers of a seed.
 
     Attributes:
         directory: for all files; ``track.directory`` is in it.
@@ -116,28 +116,53 @@ class TrackerPorts:
     every_s: float = 1.0
     leave_s: float = 1.0
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    _tasks: dict[tuple[str, str], asyncio.Task[None]] = field(default_factory=dict)
 
     def is_wanted(self, controller: JobController, tracker: str) -> bool:
         """Whether the job has rows for this tracker, or may get some."""
         is_known = controller.id in self.seed.jobs.controllers  # it may be forgotten
         return is_known and (controller.live or not cursor_of(controller, tracker).ended)
 
+    async def run(self) -> None:
+        """Track jobs until cancelled. Raises ``StorageError``."""
+        while True:
+            for controller in self.seed.jobs.controllers.values():
+                if (profile := controller.profile) is None:
+                    continue
+                for name in profile.track.to:
+                    if (controller.id, name) not in self._tasks and self.is_wanted(controller, name):
+                        tracker = Tracker(self, controller, name, profile)
+                        self._tasks[controller.id, name] = asyncio.create_task(tracker.run(), name="track")
+            for key in [key for key, task in self._tasks.items() if task.done()]:
+                self._tasks.pop(key).result()
+            await asyncio.sleep(self.every_s)
+
+    async def close(self) -> None:
+        """Write what is left, within ``leave_s``. A writer that needs longer goes on from its cursor next time."""
+        self.stopping.set()
+        if tasks := list(self._tasks.values()):
+            done, late = await asyncio.wait(tasks, timeout=self.leave_s)
+            for task in late:
+                task.cancel()
+            for task in done:
+                task.result()
+
 
 class Tracker:
     """Copies one job to one place, with a thread of its own."""
 
-    def __init__(self, ports: TrackerPorts, controller: JobController, name: str, profile: Profile) -> None:
-        self._ports, self._controller = ports, controller
+    def __init__(self, trackers: Trackers, controller: JobController, name: str, profile: Profile) -> None:
+        self._trackers, self._seed, self._controller = trackers, trackers.seed, controller
         self._name, self._profile, self._cursor = name, profile, cursor_of(controller, name)
-        self._thread = ports.seed.world.threads.start("track")
+        self._thread = self._seed.world.threads.start("track")
         self._writer: Writer | None = None
         self._last_warning = ""
 
     async def run(self) -> None:
         """Copy until the job has ended or is forgotten, or the seed stops. Raises ``StorageError``."""
-        stopping, leave = self._ports.stopping, False
+        stopping, leave = self._trackers.stopping, False
         try:
-            while not leave and self._ports.is_wanted(self._controller, self._name):
+            while not leave and self._trackers.is_wanted(self._controller, self._name):
                 leave = stopping.is_set()
                 wait_s = await self.catch_up()
                 with suppress(TimeoutError):
@@ -160,14 +185,14 @@ class Tracker:
                 await self._end("")
             return RETRY_S
         self._last_warning = ""
-        return self._ports.every_s
+        return self._trackers.every_s
 
     async def _write_some(self) -> bool:
         """Write the next rows. False if there are no more of them now."""
-        controller, stopping = self._controller, self._ports.stopping.is_set()
+        controller, stopping = self._controller, self._trackers.stopping.is_set()
         ended = "" if controller.live else controller.core.state  # read before the rows
-        late = math.inf if stopping and ended else self._ports.seed.world.clock.wall() - GAP_S
-        before, rows = await self._ports.seed.store.call(rows_after, controller.id, self._cursor, late)
+        late = math.inf if stopping and ended else self._seed.world.clock.wall() - GAP_S
+        before, rows = await self._seed.store.call(rows_after, controller.id, self._cursor, late)
         if before != self._cursor:
             await self._end("")
             self._cursor = before
@@ -177,8 +202,8 @@ class Tracker:
                 Point(row.step, row.wall, _drop_unknown({shown: getattr(row, name) for name, shown in columns}))
                 for row in rows
             ]
-            peers, serving = self._ports.seed.overview.peer_infos(), self._ports.seed.overview.serving_infos()
-            points[-1].values.update(figures_of(self._ports.seed.jobs.info(controller), peers, serving))
+            peers, serving = self._seed.overview.peer_infos(), self._seed.overview.serving_infos()
+            points[-1].values.update(figures_of(self._seed.jobs.info(controller), peers, serving))
             writer = await self._begin()
             await self._thread.submit(lambda: writer.write(points))
             generation = max(before.generation, *(row.generation or 0 for row in rows))
@@ -194,17 +219,17 @@ class Tracker:
 
     async def _begin(self) -> Writer:
         if self._writer is None:
-            name, profile, environ = self._name, self._profile, self._ports.environ
+            name, profile, environ = self._name, self._profile, self._trackers.environ
             check(name, profile, environ)
             plugin = partial(plugins.make, f"trackers:{name}", Writer, profile.plugins.settings_of(name))
-            make: Callable[[Track, Mapping[str, str]], Writer] = self._ports.writers.get(name, plugin)
+            make: Callable[[Track, Mapping[str, str]], Writer] = self._trackers.writers.get(name, plugin)
             self._writer = await self._thread.submit(partial(make, profile.track, environ))
             await self._thread.submit(partial(self._writer.begin, self._run()))
         return self._writer
 
     def _run(self) -> TrackedRun:
         record, number = self._controller.record, self._cursor.run
-        root = self._ports.directory / self._profile.track.directory  # stays in it: see ``configs.schema``
+        root = self._trackers.directory / self._profile.track.directory  # stays in it: see ``configs.schema``
         return TrackedRun(
             id=record.id if number == 1 else f"{record.id}-{number}",
             job=record.id,
@@ -213,7 +238,7 @@ class Tracker:
             config=self._profile.model_dump(),
             after_step=self._cursor.step,
             directory=root / f"{re.sub(r'[^A-Za-z0-9_-]', '_', record.name)}-{record.id}",
-            wall=self._ports.seed.world.clock.wall(),
+            wall=self._seed.world.clock.wall(),
         )
 
     async def _end(self, state: str) -> None:
@@ -227,41 +252,9 @@ class Tracker:
         if isinstance(error, P2PTrainError):
             text, remedy = error.message, error.remedy or remedy
         for name in KEYS:
-            if value := self._ports.environ.get(name):
+            if value := self._trackers.environ.get(name):
                 text = text.replace(value, f"({name})").replace(repr(value)[1:-1], f"({name})")
         if text != self._last_warning:
             self._last_warning = text
             what = f"job {self._controller.record.name} is not written to {self._name}: {text}; {remedy}"
-            self._ports.seed.announcements.note("warning", "track", what, "", self._controller.id)
-
-
-class Trackers:
-    """All trackers of a seed."""
-
-    def __init__(self, ports: TrackerPorts) -> None:
-        self._ports = ports
-        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
-
-    async def run(self) -> None:
-        """Track jobs until cancelled. Raises ``StorageError``."""
-        while True:
-            for controller in self._ports.seed.jobs.controllers.values():
-                if (profile := controller.profile) is None:
-                    continue
-                for name in profile.track.to:
-                    if (controller.id, name) not in self._tasks and self._ports.is_wanted(controller, name):
-                        tracker = Tracker(self._ports, controller, name, profile)
-                        self._tasks[controller.id, name] = asyncio.create_task(tracker.run(), name="track")
-            for key in [key for key, task in self._tasks.items() if task.done()]:
-                self._tasks.pop(key).result()
-            await asyncio.sleep(self._ports.every_s)
-
-    async def close(self) -> None:
-        """Write what is left, within ``leave_s``. A writer that needs longer goes on from its cursor next time."""
-        self._ports.stopping.set()
-        if tasks := list(self._tasks.values()):
-            done, late = await asyncio.wait(tasks, timeout=self._ports.leave_s)
-            for task in late:
-                task.cancel()
-            for task in done:
-                task.result()
+            self._seed.announcements.note("warning", "track", what, "", self._controller.id)

@@ -21,7 +21,7 @@ from p2ptrain.lab.memory import MemoryNetwork
 from ring.view import View
 from roles.seed import tracking
 from roles.seed.store import JobRecord, Records, SeedStore
-from roles.seed.tracking import BATCH, GAP_S, MAX_NODES, RETRY_S, Tracker, TrackerPorts, Trackers
+from roles.seed.tracking import BATCH, GAP_S, MAX_NODES, RETRY_S, Tracker, Trackers
 from roles.track.writers import Point, TrackedRun, Writer
 from tests.roles.in_process import DEADLINE_S, Cluster, ScriptedProbe
 from wire.records import JobInfo, MemberScore, MetricRow, PeerInfo, ServingInfo
@@ -97,7 +97,7 @@ class Desk:
             overview=overview,
             announcements=SimpleNamespace(note=lambda level, kind, text, peer, job: self.events.append(text)),
         )
-        self.ports = TrackerPorts(
+        self.all = Trackers(
             seed=cast(Any, seed),
             directory=Path("track"),
             environ={"WANDB_API_KEY": KEY},
@@ -105,11 +105,10 @@ class Desk:
             every_s=0.001,
             leave_s=0.05,
         )
-        self.all = Trackers(self.ports)
         self.tracker = self._tracker()
 
     def _tracker(self) -> Tracker:
-        return Tracker(self.ports, cast(Any, self.controller), "jsonl", PROFILE)
+        return Tracker(self.all, cast(Any, self.controller), "jsonl", PROFILE)
 
     def restart(self) -> None:
         """The seed starts again, with the record that it has stored."""
@@ -190,13 +189,13 @@ async def test_a_job_that_is_done_ends_its_run_once_all_rows_are_there(desk: Des
     desk.add(2)
     await desk.tracker.catch_up()
     assert (desk.notes.steps, desk.notes.ends) == ([1, 2], ["done"])
-    assert not desk.ports.is_wanted(cast(Any, desk.controller), "jsonl")
+    assert not desk.all.is_wanted(cast(Any, desk.controller), "jsonl")
 
 
 async def test_a_seed_that_stops_after_its_job_waits_for_no_row(desk: Desk) -> None:
     desk.add(1, 3)
     desk.controller.ends("done", 4)
-    desk.ports.stopping.set()
+    desk.all.stopping.set()
     await desk.tracker.catch_up()
     assert (desk.notes.steps, desk.notes.ends) == ([1, 3], ["done"])
 
@@ -211,7 +210,7 @@ async def test_a_writer_that_fails_is_reported_once_without_keys_and_gets_the_ro
         "job tiny is not written to jsonl: ValueError: the key (WANDB_API_KEY) is wrong, b'(WANDB_API_KEY)'; the"
     )
     desk.notes.refuses = ""
-    assert await desk.tracker.catch_up() == desk.ports.every_s
+    assert await desk.tracker.catch_up() == desk.all.every_s
     assert desk.notes.steps == [1, 2]
 
 
