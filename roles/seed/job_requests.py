@@ -22,7 +22,7 @@ from roles.seed.job_history import SETTLE_S
 from roles.seed.job_table import JobTable
 from roles.seed.jobs import JobController, JobPorts, NewLayout, offer_to
 from roles.seed.links import Survey
-from roles.seed.operator_api import Method, Params, Result, label_of, measure_workers, text_of, whole_of
+from roles.seed.operator_api import Method, Params, Result, job_of, label_of, measure_workers, text_of, whole_of
 from roles.seed.peers import PeerTable
 from roles.seed.store import JobRecord
 from roles.training_shape import training_of
@@ -126,9 +126,6 @@ class JobRequests:
             "checkpoints.delete": self._checkpoints_delete,
         }
 
-    def _find(self, params: Params) -> JobController:
-        return self._jobs.find(text_of(params, "job", 128))
-
     def _note(self, controller: JobController, what: str) -> None:
         text = f"job {controller.record.name} {what}"
         self._ports.announcements.note("info", "operator", text, job=controller.id)
@@ -172,11 +169,11 @@ class JobRequests:
         return {"jobs": sorted(jobs, key=lambda job: float(job["created_at"])), "total": len(controllers)}
 
     async def _jobs_show(self, params: Params, connection: Connection) -> Result:
-        controller = self._find(params)
+        controller = job_of(params, self._jobs)
         return {"job": self._jobs.info(controller).to_map(), "spec": controller.effective_spec}
 
     async def _tell(self, verb: str, params: Params, connection: Connection) -> Result:
-        controller, (done, signal, what, why) = self._find(params), _VERBS[verb]
+        controller, (done, signal, what, why) = job_of(params, self._jobs), _VERBS[verb]
         core = controller.core
         is_possible = {
             "pause": core.phase not in ENDED and not core.paused,
@@ -189,7 +186,7 @@ class JobRequests:
         return await self._post(controller, signal, what)
 
     async def _jobs_set(self, params: Params, connection: Connection) -> Result:
-        controller = self._find(params)
+        controller = job_of(params, self._jobs)
         values = params.get("values")
         if not (isinstance(values, dict) and all(isinstance(item, str) for pair in values.items() for item in pair)):
             raise Refused(
@@ -229,7 +226,7 @@ class JobRequests:
         return {"job": controller.id}
 
     async def _jobs_forget(self, params: Params, connection: Connection) -> Result:
-        controller = self._find(params)
+        controller = job_of(params, self._jobs)
         if controller.live:
             raise _wrong_state(controller, "forgotten", "only a job that is over can be", "cancel it first")
         self._note(controller, "was forgotten")
@@ -237,7 +234,7 @@ class JobRequests:
         return {"job": controller.id}
 
     async def _checkpoints_list(self, params: Params, connection: Connection) -> Result:
-        job = self._find(params).id if "job" in params else ""
+        job = job_of(params, self._jobs).id if "job" in params else ""
         found = [item for item in self._ports.checkpoints.known.values() if item.job == job or not job]
         return {"checkpoints": newest_that_fit(item.to_map() for item in found), "total": len(found)}
 

@@ -60,6 +60,10 @@ def text_of(params: Params, name: str, limit: int) -> str:
     return value
 
 
+def job_of(params: Params, jobs: JobTable) -> JobController:
+    return jobs.find(text_of(params, "job", 128))
+
+
 def label_of(params: Params, name: str) -> str:
     label = clip(text_of(params, name, NAME_CHARS), NAME_CHARS)
     if not label:
@@ -251,11 +255,8 @@ class ClusterRequests:
     async def _probe_clock(self, params: Params, connection: Connection) -> Result:
         return {"wall": self._ports.clock.wall()}
 
-    def _find_job(self, params: Params) -> JobController:
-        return self._jobs.find(text_of(params, "job", 128))
-
     async def _jobs_ledger(self, params: Params, connection: Connection) -> Result:
-        controller, after = self._find_job(params), whole_of(params, "after_step", 0, 0, 2**53)
+        controller, after = job_of(params, self._jobs), whole_of(params, "after_step", 0, 0, 2**53)
         head = await self._ports.store.call(Records.ledger_head, controller.id)
         rows = await self._ports.store.call(Records.ledger_rows, controller.id, after, 512)
         runs = (run.to_map() for run in runs_of(rows))
@@ -263,17 +264,17 @@ class ClusterRequests:
         return {"head": begins, "runs": first_that_fit(runs), "windows": controller.record.windows}
 
     async def _jobs_views(self, params: Params, connection: Connection) -> Result:
-        controller, after = self._find_job(params), whole_of(params, "after_generation", 0, 0, 2**53)
+        controller, after = job_of(params, self._jobs), whole_of(params, "after_generation", 0, 0, 2**53)
         views = await self._ports.store.call(Records.views, controller.id, after, MAX_ROWS)
         return {"views": first_that_fit(view.to_map() for view in views)}
 
     async def _recoveries_list(self, params: Params, connection: Connection) -> Result:
-        controller, limit = self._find_job(params), whole_of(params, "limit", MAX_ROWS, 1, RECOVERIES_KEPT)
+        controller, limit = job_of(params, self._jobs), whole_of(params, "limit", MAX_ROWS, 1, RECOVERIES_KEPT)
         found = await self._ports.store.call(Records.recoveries, controller.id, limit)
         return {"recoveries": newest_that_fit(item.to_map() for item in found), "total": len(found)}
 
     async def _metrics_history(self, params: Params, connection: Connection) -> Result:
-        controller, limit = self._find_job(params), whole_of(params, "limit", MAX_ROWS, 1, MAX_ROWS)
+        controller, limit = job_of(params, self._jobs), whole_of(params, "limit", MAX_ROWS, 1, MAX_ROWS)
         after = whole_of(params, "after_step", -1, -1, 2**53)
         rows = await self._ports.store.call(Records.metrics, controller.id, after, limit)
         return {"rows": [row.to_map() for row in rows]}

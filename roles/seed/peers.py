@@ -22,12 +22,11 @@ from ring.coordination import STATUSES, JobWorker
 from ring.detector import FailureDetector, beat_defaults
 from ring.token import is_lineage
 from roles.circuits import MADE, OPEN
-from roles.line import receive_in_time
 from roles.member import allowed_kinds
 from wire.chain_messages import PartsHeld
 from wire.circuits import peer_of_host
 from wire.client import PendingCalls
-from wire.connection import Connection, Received
+from wire.connection import Connection
 from wire.enrol import RENEW
 from wire.job_messages import CheckpointSaved, MemberRecord, Report, StepMetrics
 from wire.messages import EventNotice, Heartbeat, Hello, Message
@@ -170,10 +169,6 @@ class ConnectedPeer:
 
     def send(self, message: Message) -> None:
         send_if_open(self.connection, message)
-
-    async def receive(self) -> Received:
-        """Receive the next message. Raises as ``receive_in_time``."""
-        return await receive_in_time(self.connection, self.detector, self.name)
 
     async def ask(self, method: str, params: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """Send a request and await the answer. Raises ``Refused``, ``DeadlineExceeded`` or ``ConnectionLost``."""
@@ -326,10 +321,6 @@ class Services:
     def __init__(self, peers: Mapping[str, ConnectedPeer], touch: Callable[[str], None]) -> None:
         self._peers, self._touch = peers, touch
 
-    def joined(self, peer: ConnectedPeer) -> None:
-        if peer.role == "verifier":
-            self._send_drafters([peer])
-
     def reported(self, peer: ConnectedPeer, message: Serving) -> None:
         """Store a peer's report of one model. Raises ``ProtocolError`` if the model changed, or for too many models:
         that requires a new link."""
@@ -356,7 +347,7 @@ class Services:
         if before is None:
             self._warn_of_other_tokenizers(info)
             if info.role == "drafter":
-                self._send_drafters(self._peers.values())
+                self.send_drafters(self._peers.values())
 
     def models(self) -> list[ServingInfo]:
         return [info for peer in self._peers.values() for info in peer.serving.values()]
@@ -377,9 +368,9 @@ class Services:
         if serving:
             self._touch(*(info.id for info in serving.values()))
             if any(info.role == "drafter" for info in serving.values()):
-                self._send_drafters(self._peers.values())
+                self.send_drafters(self._peers.values())
 
-    def _send_drafters(self, peers: Iterable[ConnectedPeer]) -> None:
+    def send_drafters(self, peers: Iterable[ConnectedPeer]) -> None:
         """Send the list of drafters to the verifiers among ``peers``. If it is too long, those that joined first stay
         in it."""
         infos = [info for info in self.models() if info.role == "drafter"]

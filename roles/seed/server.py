@@ -20,6 +20,7 @@ from ring import coordination as co
 from ring.detector import FailureDetector
 from ring.view import View
 from roles.circuits import MADE, OPEN
+from roles.line import receive_in_time
 from roles.seed.admission import Acceptor, EnrolmentPolicy
 from roles.seed.authority import Authority
 from roles.seed.checkpoints import CheckpointCatalogue
@@ -179,8 +180,7 @@ class Seed:
         refusal = Refuse(RefusalCode.SHUTTING_DOWN, "the seed is stopping", "training continues; restart the seed")
         connections = [peer.connection for peer in self.peers.connected.values()]
         for connection in [*connections, *self.acceptor.operators]:
-            if not connection.closed.is_set() and connection.close_cause is None:
-                send_if_open(connection, refusal)
+            send_if_open(connection, refusal)
         self.announcements.end(ConnectionLost("the seed is stopping", remedy="connect again when it is back"))
 
     # ------------------------------------------------------------------------------------------------------ connections
@@ -219,7 +219,7 @@ class Seed:
         self.announcements.touch("cluster", "")
         end = co.PeerLost(peer.id, "the seed closed its connection")
         try:
-            self.services.joined(peer)
+            self.services.send_drafters([peer])
             if peer.trains:
                 self.jobs.return_worker(peer)
             end = await self._receive(peer)
@@ -287,7 +287,7 @@ class Seed:
 
     async def _receive(self, peer: ConnectedPeer) -> co.PeerLost:
         while True:
-            received = await peer.receive()
+            received = await receive_in_time(peer.connection, peer.detector, peer.name)
             if isinstance(received.message, Leave):
                 return co.PeerLost(peer.id, clip(received.message.reason), left=True)
             with suppress(ConnectionLost):  # the answer comes too late; a Leave may follow, received before the end
