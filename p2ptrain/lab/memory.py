@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from p2ptrain.core.world import Listener, OnProblem, ProtocolFactory
+from wire.address import is_loopback
 from wire.transport import Address, FlowControl, WriteData, bytes_view, cannot_listen, check_port, unreachable
 
 EVERY_INTERFACE = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - recognised, not bound
 DEFAULT_HOST = "127.0.0.1"
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 ANY_NAME = ""
 
 
@@ -63,7 +63,7 @@ class MemoryNetwork:
     async def connect(self, host: str, port: int, factory: ProtocolFactory, *, timeout_s: float) -> None:
         """Dial ``host:port``. Raises ``Unreachable``; between silenced hosts only after ``timeout_s``."""
         check_port(port, least=1)
-        target = self._host if host in LOOPBACK else host
+        target = self._host if is_loopback(host) else host
         path = frozenset((self._host, target))
         try:
             async with asyncio.timeout(timeout_s):
@@ -75,11 +75,9 @@ class MemoryNetwork:
         if listener is None or path in self.cut_paths or (target in self.closed and target != self._host):
             raise unreachable(host, port, ConnectionRefusedError(), timeout_s)
         here, there = (self._host, self._free_port()), (target, port)
-        dialler = _MemoryTransport(self, path, factory(), sockname=here, peername=there)
+        dialler = _MemoryTransport(self, factory(), sockname=here, peername=there)
         accepted = listener.context.run(listener.factory)
-        acceptor = _MemoryTransport(
-            self, path, accepted, sockname=there, peername=here, context=listener.context.copy()
-        )
+        acceptor = _MemoryTransport(self, accepted, sockname=there, peername=here, context=listener.context.copy())
         dialler.open(acceptor)
         acceptor.open(dialler)
         try:
@@ -93,7 +91,7 @@ class MemoryNetwork:
     ) -> Listener:
         check_port(port, least=0)
         port = port or self._free_port()
-        found_at = self._host if host in LOOPBACK else host
+        found_at = self._host if is_loopback(host) else host
         if host in EVERY_INTERFACE:
             found_at = ANY_NAME if self._host == DEFAULT_HOST else self._host
         context = contextvars.copy_context()
@@ -167,7 +165,6 @@ class _MemoryTransport(FlowControl):
     def __init__(
         self,
         network: MemoryNetwork,
-        path: frozenset[str],
         protocol: asyncio.BufferedProtocol,
         *,
         sockname: Address,
@@ -175,13 +172,13 @@ class _MemoryTransport(FlowControl):
         context: contextvars.Context | None = None,
     ) -> None:
         super().__init__(protocol)
-        self.path = path
         self.host = sockname[0]
         # Calls of this end's protocol run in its owner's context, as if it had its own process.
         self.context = context or contextvars.copy_context()
         self._way = (sockname[0], peername[0])
+        self.path = frozenset(self._way)
         self._network = network
-        self._extra = {"sockname": sockname, "peername": peername}
+        self._extra = {"sockname": sockname, "peername": peername}  # the base class answers ``get_extra_info`` from it
         self._loop = asyncio.get_running_loop()
         self._queue: deque[memoryview] = deque()
         self._queued_bytes = 0
@@ -237,9 +234,6 @@ class _MemoryTransport(FlowControl):
 
     def get_write_buffer_size(self) -> int:
         return self._queued_bytes
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self._extra.get(name, default)
 
     # The pipe.
 
