@@ -21,18 +21,18 @@ from pathlib import Path
 import psutil
 
 from configs.schema import Profile
+from p2ptrain.cluster.access import MAX_TARGET_BYTES
 from p2ptrain.cluster.console import Console, run_stoppable
 from p2ptrain.cluster.jobs import JobObserver
 from p2ptrain.cluster.local_cluster import LOOPBACK, LocalCluster, PeerProcess, free_port, threads_each
 from p2ptrain.core.checkpoints import CheckpointStore, verify_checkpoint
-from p2ptrain.core.disk import RealDisk
+from p2ptrain.core.disk import RealDisk, write_atomic
 from p2ptrain.core.errors import JobFailed, P2PTrainError, StorageError, first_error
 from p2ptrain.lab.audit import audit
 from p2ptrain.lab.chaos import judge
 from p2ptrain.lab.chaos.judge import Action, ChaosHistory, ChaosReport, InjectedFault, InvariantResult, ObservedStep
 from p2ptrain.lab.chaos.proxy import Proxy
 from ring.detector import beat_defaults
-from roles.seed.events import INTERVAL_S
 from wire.address import Ticket, format_address, local_ticket_path
 
 PATIENCE_S = 180.0
@@ -154,14 +154,10 @@ class ProxiedCluster(LocalCluster):
         host, port = proxy.address
         if not self.tls:
             return format_address(host, port)
-        path = local_ticket_path(self.root, "worker")
-        try:
-            ticket = Ticket.parse_untrusted(path.read_text().strip())
-            own = path.with_name(f"{name}.ticket")
-            own.touch(mode=0o600)
-            own.write_text(str(dataclasses.replace(ticket, port=port)))
-        except OSError as error:
-            raise StorageError(f"cannot copy {path}: {error.strerror}", remedy="choose another --state") from error
+        path, disk = local_ticket_path(self.root, "worker"), RealDisk()
+        ticket = Ticket.parse_untrusted(disk.read(path, max_bytes=MAX_TARGET_BYTES).decode().strip())
+        own = path.with_name(f"{name}.ticket")
+        write_atomic(disk, own, str(dataclasses.replace(ticket, port=port)).encode(), private=True)
         return f"@{own}"
 
     async def end(self) -> None:
@@ -355,7 +351,7 @@ class FaultInjector:
 
     async def _recovery(self, injected: InjectedFault, first_step: int) -> None:
         def back() -> ObservedStep | None:
-            return judge.find_recovery(injected, self.history.steps[first_step:], INTERVAL_S)
+            return judge.find_recovery(injected, self.history.steps[first_step:])
 
         await self.observer.until(lambda: self._over or back() is not None, PATIENCE_S)
         if (row := back()) is not None:

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.texts import check_one_of, join_some
+from roles.seed.events import INTERVAL_S
 from wire.records import CheckpointInfo, EventInfo, JobInfo, MemberScore, MetricRow, PeerInfo, percentile
 from wire.schema import Record
 
@@ -219,15 +220,11 @@ class InvariantResult:
     text: str = ""
 
 
-def find_recovery(injected: InjectedFault, rows: Iterable[ObservedStep], interval_s: float) -> ObservedStep | None:
-    """Return the first row that shows recovery from the fault.
-
-    Args:
-        interval_s: longest time that the seed holds back a row.
-    """
+def find_recovery(injected: InjectedFault, rows: Iterable[ObservedStep]) -> ObservedStep | None:
+    """Return the first row that shows recovery from the fault."""
     for row in rows:
         later = row.generation > injected.generation
-        in_time = injected.kind != "kill" and row.at_s > injected.at_s + interval_s and row.step > injected.step
+        in_time = injected.kind != "kill" and row.at_s > injected.at_s + INTERVAL_S and row.step > injected.step
         if row.at_s > injected.at_s and (later or in_time):
             return row
     return None

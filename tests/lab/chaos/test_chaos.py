@@ -90,17 +90,17 @@ def injected(**changes: Any) -> InjectedFault:
 
 def test_a_step_of_the_old_view_is_no_recovery_from_a_death() -> None:
     rows = [ObservedStep(9.9, 50, 3), ObservedStep(10.3, 51, 3), ObservedStep(10.6, 52, 4), ObservedStep(10.9, 53, 4)]
-    assert find_recovery(injected(), rows, 0.1) == rows[2]
-    assert find_recovery(injected(), rows[:2], 0.1) is None, "however late it was told"
+    assert find_recovery(injected(), rows) == rows[2]
+    assert find_recovery(injected(), rows[:2]) is None, "however late it was told"
 
 
 def test_what_was_on_its_way_is_no_recovery_from_a_cut() -> None:
     rows = [ObservedStep(10.05, 51, 3), ObservedStep(10.3, 52, 3)]
-    assert find_recovery(injected(kind="cut"), rows, 0.1) == rows[1]
+    assert find_recovery(injected(kind="cut"), rows) == rows[1]
     later = [ObservedStep(10.05, 51, 4)]
-    assert find_recovery(injected(kind="cut"), later, 0.1) == later[0], "of a later view it counts at once"
+    assert find_recovery(injected(kind="cut"), later) == later[0], "of a later view it counts at once"
     again = [ObservedStep(10.5, 50, 3)]
-    assert find_recovery(injected(kind="cut"), again, 0.1) is None, "told again, it is no new step"
+    assert find_recovery(injected(kind="cut"), again) is None, "told again, it is no new step"
 
 
 def test_an_eviction_without_a_fault_is_told() -> None:
