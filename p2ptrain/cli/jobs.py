@@ -6,6 +6,7 @@ import json
 import os
 from collections import deque
 from contextlib import aclosing
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -563,8 +564,8 @@ def audit(job: JobArgument, seed: SeedOption = "", as_json: JsonOption = False) 
     unrecorded = max(info.step - verdict.steps, 0)
     is_wrong = verdict.fault is not None or bool(unrecorded and info.state in FINISHED_STATES)
     if as_json:
-        found = verdict.to_map() | {"ok": not is_wrong}
-        print_json({"job": info.id, "state": info.state, "unrecorded": unrecorded, **found})
+        about = {"job": info.id, "state": info.state, "unrecorded": unrecorded, "ok": not is_wrong}
+        print_json(about | asdict(verdict))
     else:
         print_pairs(_audit_rows(info, verdict, unrecorded))
     if is_wrong:
@@ -580,13 +581,13 @@ def _audit_rows(info: JobInfo, verdict: AuditResult, unrecorded: int) -> list[tu
     elif info.strategy == "server":
         samples = "no contribution is part of two versions, so none is seen twice in an epoch"
     lost = "are not on record (`p2ptrain logs` says if they were lost)"
-    folded = f", {verdict.first - 1:,} older steps {lost}" if verdict.first > 1 else ""
+    folded = f", {verdict.first_step - 1:,} older steps {lost}" if verdict.first_step > 1 else ""
     layouts = (f"{stages} from step {step:,}" for step, stages in verdict.layouts)
     shares = (f"{peer} {100 * count / verdict.total:.1f} %" for peer, count in sorted(verdict.computed.items()))
     awaited = f"{unrecorded:,} newer steps are not on record" + ("" if info.state in FINISHED_STATES else " yet")
     pairs = [
         ("job", f"{info.id} ({info.name}), {info.state}"),
-        ("steps", f"{verdict.first:,} to {verdict.steps:,}{folded}"),
+        ("steps", f"{verdict.first_step:,} to {verdict.steps:,}{folded}"),
         ("rings", f"{verdict.views:,} on record: how often the ring was formed"),
         *(("setting", _describe_change(item)) for item in info.changes),
         ("lineage", f"{verdict.lineage}, a hash over all steps" if verdict.lineage else "none yet"),

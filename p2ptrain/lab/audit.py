@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,7 +29,7 @@ class AuditResult:
     """What an audit found.
 
     Attributes:
-        steps: the newest step on record. first: the first step that still has a row of its own.
+        steps: the newest step on record. first_step: the first one that still has a row of its own.
         epochs, samples: complete epochs, and all samples; 0 if the number of windows is unknown.
         computed: peer id → micro-batches; in a split model all those of its replica. ``total``: of all steps.
         layouts: parts of the model, and the step after which there were so many; more than one if a person changed it.
@@ -38,7 +38,7 @@ class AuditResult:
         fault: the first one; None if there is none.
     """
 
-    first: int
+    first_step: int
     steps: int
     views: int
     lineage: str
@@ -52,25 +52,20 @@ class AuditResult:
     staleness: dict[str, tuple[int, float, int]] = field(default_factory=dict)
     fault: LedgerFault | None = None
 
-    def to_map(self) -> dict[str, Any]:
-        found = asdict(self)
-        return {"ok": self.fault is None, "first_step": found.pop("first"), **found}
-
 
 class Epochs:
     """Checks that every window is used once per epoch. Takes global batches in order.
 
     Args:
-        sampler: the order of the job's ``windows``.
         step: steps before the first batch. An epoch that began earlier never counts as complete.
     """
 
-    def __init__(self, sampler: WindowSampler, *, windows: int, batch: int, step: int) -> None:
+    def __init__(self, sampler: WindowSampler, *, batch: int, step: int) -> None:
         self.complete = self.samples = 0
-        self._sampler, self._windows, self._batch = sampler, windows, batch
-        self._used = np.zeros(windows, np.bool_)
+        self._sampler, self._windows, self._batch = sampler, sampler.windows, batch
+        self._used = np.zeros(self._windows, np.bool_)
         self._next = step * batch
-        self._whole = self._next % windows == 0
+        self._whole = self._next % self._windows == 0
 
     def take(self, steps: int) -> LedgerFault | None:
         """Check the next ``steps`` global batches."""
@@ -159,7 +154,7 @@ async def _audit_once(
     )
     batch = profile.batch.micro_batches * profile.batch.micro_batch_sequences
     sampler = WindowSampler(windows, profile.job.seed) if windows else None
-    epochs = Epochs(sampler, windows=windows, batch=batch, step=head.base_step) if sampler else None
+    epochs = Epochs(sampler, batch=batch, step=head.base_step) if sampler else None
     fault = checks.begin_views()
     while fault is None and checks.step < head.step:
         before = checks.step

@@ -109,7 +109,7 @@ async def test_a_ledger_that_begins_anew_while_it_is_read_is_read_again(answers:
 
     seed: Any = Seed()
     verdict = await module.audit(seed, JOB.id, load("tiny", {}, []).profile, lambda step, of: None)
-    assert (verdict.fault, verdict.first, verdict.steps) == (None, 11, 10)
+    assert (verdict.fault, verdict.first_step, verdict.steps) == (None, 11, 10)
 
 
 def test_changes_of_settings_lead_to_the_profile_at_steps_where_rings_were_formed(
@@ -136,7 +136,7 @@ def test_changes_of_settings_lead_to_the_profile_at_steps_where_rings_were_forme
 
 
 def test_every_epoch_is_counted_whole_wherever_batches_cut_it() -> None:
-    epochs = Epochs(WindowSampler(37, 5), windows=37, batch=8, step=0)
+    epochs = Epochs(WindowSampler(37, 5), batch=8, step=0)
     for steps in (1, 3, 50, 7):
         assert epochs.take(steps) is None
     assert (epochs.samples, epochs.complete) == (61 * 8, 61 * 8 // 37)
@@ -148,7 +148,7 @@ def test_an_order_that_repeats_a_sample_is_found() -> None:
             found = super().numbered(first, count)
             return np.where(np.arange(first, first + count) == 60, super().numbered(41, 1)[0], found)
 
-    fault = Epochs(Repeating(37, 5), windows=37, batch=8, step=0).take(20)
+    fault = Epochs(Repeating(37, 5), batch=8, step=0).take(20)
     assert fault is not None
     assert (fault.kind, "twice in epoch 1" in fault.text) == ("samples", True)
 

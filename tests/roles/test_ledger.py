@@ -229,7 +229,7 @@ async def test_a_run_with_a_death_a_restart_and_a_newcomer_stands_in_its_ledger(
     await cluster.job_until(job, lambda item: item["state"] == "done")
     verdict = await audited(cluster, job, made)
     assert verdict.fault is None
-    assert (verdict.first, verdict.steps, verdict.samples) == (1, 250, 250 * 8 * made.batch.micro_batch_sequences)
+    assert (verdict.first_step, verdict.steps, verdict.samples) == (1, 250, 250 * 8 * made.batch.micro_batch_sequences)
     assert sum(verdict.computed.values()) == 250 * 8
     listed = (await cluster.ask("recoveries.list", job=job))["recoveries"]
     assert listed

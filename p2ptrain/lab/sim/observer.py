@@ -470,7 +470,7 @@ class Observer:
 
     def audited(self, found: AuditResult) -> None:
         """The job's record was audited at the end, when all members can reach the seed."""
-        check, first, step = self.report.check, found.first - 1, found.steps
+        check, first, step = self.report.check, found.first_step - 1, found.steps
         anew = first == 0 or first in self.history.left_at
         check("ledger", anew, f"the ledger begins at step {first}, where no view left the line")
         check("versions" if self._is_server else "ledger", found.fault is None, str(found.fault))
