@@ -184,7 +184,7 @@ async def measure_generate(bench: Bench, plan: GeneratePlan, report: BenchReport
             await members.all("make_model", directory=str(models["verifier"]), sizes=SIZES, seconds=5)
     rival: dict[str, list[Answer]] = {}
     if not plan.is_timed:
-        bench.progress("transformers, in one process")
+        bench.console.progress("transformers, in one process")
         async with bench.members(1, threads=plan.threads) as members:
             how: Answer = {"threads": plan.threads, "texts": 1, "positions": 1}
             how |= {"model": str(models["verifier"]), "drafter": str(models.get("drafter", ""))}
@@ -193,7 +193,7 @@ async def measure_generate(bench: Bench, plan: GeneratePlan, report: BenchReport
             rival = await _write_by_transformers(members, plan, can_assist=opened["can_assist"])
     for round_trip_ms, alpha in product(plan.round_trips_ms, plan.alphas if plan.is_timed else [0.0]):
         label = f"{round_trip_ms:g} ms" + (f", alpha {alpha:g}" if plan.is_timed else "")
-        bench.progress(f"{label}: peers start")
+        bench.console.progress(f"{label}: peers start")
         if plan.is_timed:
             models = await asyncio.to_thread(_write_timed_models, bench.root / "models", plan, alpha)
         where: dict[str, Any] = {"stages": plan.stages, "threads": plan.threads, "round_trip_ms": round_trip_ms}

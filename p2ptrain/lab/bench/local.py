@@ -71,7 +71,7 @@ async def _measure(
     inner_steps = profile.batch.micro_batches // plan.workers
     title = f"{strategy}, {'overlapping, ' * profile.local.overlap}{codec}"
     async with bench.members(plan.workers) as members:
-        bench.progress(f"{title}: forming the ring")
+        bench.console.progress(f"{title}: forming the ring")
         await form_ring(bench, members, BenchRing(plan.link, codec=codec))
         how: Answer = {"specs": {"ring": profile.to_spec()}, "device": "cpu", "threads": 1, "rivals": []}
         facts, *_ = await members.all("build", seconds=STEP_S, micro_batch_s=plan.compute_s, **how)

@@ -7,7 +7,6 @@ import asyncio
 import gc
 import json
 import os
-import ssl
 import sys
 import threading
 import time
@@ -24,7 +23,7 @@ import xxhash
 from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import P2PTrainError
 from p2ptrain.core.world import Network
-from p2ptrain.lab.bench.sockets import SocketRing, peer_id
+from p2ptrain.lab.bench.sockets import PIECE_BYTES, SocketRing, peer_id
 from p2ptrain.lab.ring_member import LocalMember, local_view
 from ring.chain import Payload
 from ring.codecs import Codec, codec_named
@@ -88,7 +87,6 @@ class BenchMember:
         self._landed: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
         self._tiles: list[npt.NDArray[np.float32]] = []
         self._codec: Codec | None = None
-        self._piece_bytes = 0
         self._training: TrainingMember | None = None
         self._stage: StageRunner | None = None
         self._writer: TransformersWriter | None = None
@@ -103,9 +101,8 @@ class BenchMember:
     async def listen(self, *, link: str, credentials: str) -> Answer:
         """Listen for ring connections, over an emulated link and with TLS if these are given."""
         network: Network = TcpNetwork()
-        if credentials:
-            own = Credentials.load(RealDisk(), Path(credentials, peer_id(self.rank)))
-            network = TlsNetwork(TcpNetwork(), own, require_client_certificate=True)
+        if own := self._load(credentials):
+            network = TlsNetwork(network, own, require_client_certificate=True)
         if link:
             network = EmulatedNetwork(network, preset_named(link), seed=self.rank)
         self._local = LocalMember(peer_id(self.rank), network, seed=self.rank)
@@ -130,12 +127,11 @@ class BenchMember:
 
     async def listen_plainly(self, *, name: str, credentials: str) -> Answer:
         """Listen for plain sockets beside the ring, under this name."""
-        contexts: tuple[ssl.SSLContext, ssl.SSLContext] | tuple[()] = ()
-        if credentials:
-            own = Credentials.load(RealDisk(), Path(credentials, peer_id(self.rank)))
-            contexts = own.server_context(), own.client_context()
-        self._sockets[name] = SocketRing(*contexts)
+        self._sockets[name] = SocketRing(self._load(credentials))
         return {"port": self._sockets[name].port}
+
+    def _load(self, credentials: str) -> Credentials | None:
+        return Credentials.load(RealDisk(), Path(credentials, peer_id(self.rank))) if credentials else None
 
     async def connect_plainly(self, *, name: str, ports: list[int]) -> Answer:
         self._sockets[name].connect(ports[(self.rank + 1) % self.size])
@@ -152,9 +148,8 @@ class BenchMember:
 
     # ------------------------------------------------------------------------------------------------------- all-reduce
 
-    async def prepare(self, *, numel: int, codec: str, piece_bytes: int) -> Answer:
+    async def prepare(self, *, numel: int, codec: str) -> Answer:
         """Allocate the tensor, and the pattern with which each rank fills it, which resembles gradients."""
-        self._piece_bytes = piece_bytes
         self._codec = codec_named(codec) if codec != "fp32" else None
         generators = map(np.random.default_rng, range(self.size))
         self._tiles = [generator.standard_normal(TILE_NUMEL, np.float32) for generator in generators]
@@ -208,7 +203,7 @@ class BenchMember:
                     self._landed.data,
                     send_bytes=total_bytes,
                     receive_bytes=total_bytes,
-                    piece_bytes=self._piece_bytes,
+                    piece_bytes=PIECE_BYTES,
                 )
 
     def _fill(self) -> None:

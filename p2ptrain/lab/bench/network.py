@@ -12,13 +12,11 @@ from p2ptrain.core.errors import JobFailed
 from p2ptrain.core.texts import human_bytes
 from p2ptrain.lab.bench.report import BenchReport, Case, Contender, human_rate, per_cent, times
 from p2ptrain.lab.bench.runner import Answer, Bench, Members, repeats_for
-from p2ptrain.lab.bench.sockets import make_credentials, peer_id
+from p2ptrain.lab.bench.sockets import PIECE_BYTES, make_credentials, peer_id
 from wire.emulate import preset_named
 
 BUDGET_S = 60.0
 """For the rounds of a whole run. Together with start, warm-up and checks it stays below 90 s."""
-PIECE_BYTES = 512 << 10
-"""Of the plain sockets' sends and receives. No other size was faster."""
 ITEM_BYTES, EPSILON = 4, 2**-23  # of the elements, float32
 
 
@@ -141,7 +139,7 @@ async def measure_allreduce(bench: Bench, plan: AllReducePlan, report: BenchRepo
             report.notes.append(f"Gloo is left out: the link {ring.link} is emulated inside this program's connections")
             report.notes.append("the limit is computed from the link's rate and delay, for fp32")
         else:
-            bench.progress("loading torch")
+            bench.console.progress("loading torch")
             report.torch, missing = await open_gloo(
                 members, plan.operation_s(max(plan.sizes)) * 20 + 60, p2p=plan.torch
             )
@@ -178,9 +176,8 @@ async def _measure_size(
 ) -> None:
     size_bytes = int(case.amount)
     deadline_s = plan.operation_s(size_bytes)
-    bench.progress(f"{case.label}: warming up")
-    how: Answer = {"codec": plan.ring.codec, "piece_bytes": PIECE_BYTES}
-    await members.all("prepare", numel=size_bytes // ITEM_BYTES, seconds=deadline_s, **how)
+    bench.console.progress(f"{case.label}: warming up")
+    await members.all("prepare", numel=size_bytes // ITEM_BYTES, codec=plan.ring.codec, seconds=deadline_s)
     repeat = 1
 
     async def sample(name: str) -> list[float]:
@@ -231,7 +228,7 @@ async def measure_link(bench: Bench, rounds: int, report: BenchReport) -> None:
         await form_ring(bench, members, BenchRing())  # for its barriers
         pings = {}
         for kind, title in KINDS.items():
-            bench.progress(f"{title}: round trips")
+            bench.console.progress(f"{title}: round trips")
             await connect_sockets(bench, members, kind, tls=kind == "tls")
             answers = await members.all("ping", name=kind, count=2000)
             pings[kind] = Contender(f"{title}, round trip", answers[0]["seconds"])

@@ -66,7 +66,7 @@ class PipelinePlan:
 async def measure_pipeline(bench: Bench, plan: PipelinePlan, report: BenchReport) -> None:
     for round_trip_ms in plan.round_trips_ms:
         async with bench.members(plan.stages) as members:
-            bench.progress(f"{round_trip_ms:g} ms: forming the chain")
+            bench.console.progress(f"{round_trip_ms:g} ms: forming the chain")
             await _measure_link(bench, members, plan, report, round_trip_ms)
     least = min(case.facts["reached"] for case in report.cases)
     report.facts = {"least_part_of_ideal": least}

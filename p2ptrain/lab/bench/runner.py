@@ -46,16 +46,13 @@ class Bench:
     console: Console
     root: Path
 
-    def progress(self, text: str) -> None:
-        self.console.progress(text)
-
     @asynccontextmanager
     async def members(self, count: int, *, threads: int = 1) -> AsyncIterator[Members]:
         """Start ``count`` members with ``threads`` CPU threads each; they end with the block.
 
         Raises ``JobFailed``, ``DeadlineExceeded``, ``StorageError``.
         """
-        self.progress(f"starting {count} member{'s' * (count != 1)}")
+        self.console.progress(f"starting {count} member{'s' * (count != 1)}")
         children: list[PeerProcess] = []
         try:
             for rank in range(count):
@@ -93,7 +90,7 @@ class Bench:
                 case.contenders[name].seconds += await sample(name)
             first = case.contenders[names[0]]
             rate = report.rate(case.amount / first.median_s) if first.seconds else "no"
-            self.progress(f"{case.label}: round {number + 1} of {rounds}, {first.title} {rate} {report.unit}/s")
+            self.console.progress(f"{case.label}: round {number + 1} of {rounds}, {first.title} {rate} {report.unit}/s")
 
 
 async def conduct(report: BenchReport, work: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:

@@ -92,7 +92,7 @@ async def measure_serve(bench: Bench, plan: ServePlan, report: BenchReport) -> N
             alone: list[str] = []
             for stages in plan.stages:
                 label = f"{name}, {f'{stages} stages, {plan.round_trip_ms:g} ms' if stages else 'whole'}"
-                bench.progress(f"{label}: peers start")
+                bench.console.progress(f"{label}: peers start")
                 where: dict[str, Any] = {"stages": stages, "threads": max(1, plan.threads // max(1, stages))}
                 where |= {"round_trip_ms": plan.round_trip_ms if stages else 0.0, "texts": most + 1}
                 async with start_peers(bench, {"verifier": directory}, **where) as peers:

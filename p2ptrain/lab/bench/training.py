@@ -102,7 +102,7 @@ async def measure_steps(bench: Bench, plan: StepPlan, report: BenchReport) -> No
         modes[BLOCKS] = changed(profile, "device", compile="on")
     async with bench.members(plan.workers, threads=plan.threads) as members:
         await form_ring(bench, members, ring)
-        bench.progress("loading torch, the model and the data")
+        bench.console.progress("loading torch, the model and the data")
         missing = ""
         if not plan.is_alone:
             report.torch, missing = await open_gloo(members, STEP_S * 20, p2p=len(plan.rivals) > 1)
