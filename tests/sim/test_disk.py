@@ -85,7 +85,7 @@ def test_a_kill_keeps_what_calls_did_and_part_of_the_one_it_came_in() -> None:
 def test_a_full_disk_takes_nothing_and_keeps_all() -> None:
     disk, _, seen = machine()
     seen.write_file(FILE, b"old")
-    disk.fill_up(True)
+    disk.full = True
     with pytest.raises(StorageError, match="No space left"):
         seen.write_file(FILE, b"new")
     assert (left(disk), seen.free_bytes(ROOT)) == (b"old", 0)
@@ -103,7 +103,7 @@ def test_a_database_keeps_what_was_committed() -> None:
     first.close()
     second = seen.connect(ROOT / "db")
     assert second.execute("SELECT x FROM t").fetchall() == [(1,)]
-    disk.fill_up(True)
+    disk.full = True
     second.execute("BEGIN")
     with pytest.raises(sqlite3.OperationalError, match="full"):
         second.execute("COMMIT")

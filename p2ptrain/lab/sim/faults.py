@@ -388,9 +388,9 @@ class FaultSchedule:
 
     def _disk_full(self, victim: SimMachine) -> None:
         self._tell(f"the disk of {victim.host} is full")
-        victim.disk.fill_up(True)
+        victim.disk.full = True
         room = f"the disk of {victim.host} has room again"
-        self._later(self._random.uniform(1, 20), lambda: victim.disk.fill_up(False), room)
+        self._later(self._random.uniform(1, 20), lambda: setattr(victim.disk, "full", False), room)
 
     async def _person(self, kind: str) -> None:
         simulation = self._simulation

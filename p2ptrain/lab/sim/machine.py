@@ -251,14 +251,14 @@ class _Dir:
 class _Database(sqlite3.Connection):
     """Outlives the process that uses it. Closing it only rolls back what was not committed."""
 
-    full = False
+    disk: MachineDisk
 
     def close(self) -> None:
         if self.in_transaction:
             self.rollback()
 
     def execute(self, sql: str, *values: object) -> sqlite3.Cursor:
-        if self.full and sql.startswith("COMMIT"):
+        if self.disk.full and sql.startswith("COMMIT"):
             raise sqlite3.OperationalError("database or disk is full")
         return super().execute(sql, *values)  # type: ignore[arg-type]
 
@@ -267,6 +267,7 @@ class MachineDisk:
     """The disk of one machine. ``view_for`` gives the view of one process.
 
     Attributes:
+        full: nothing more can be written.
         calls: number of changing calls so far.
         die_in: value of ``calls`` at which the process is killed in the middle of the call.
         killed: called then, before the call raises.
@@ -300,11 +301,6 @@ class MachineDisk:
                 torn = part + bytes(len(node.data) - len(part))
                 node.data = node.flushed = self._random.choice((node.flushed or b"", node.data, part, torn))
 
-    def fill_up(self, full: bool) -> None:
-        self.full = full
-        for database in self.databases.values():
-            database.full = full
-
     def close(self) -> None:
         for database in self.databases.values():
             sqlite3.Connection.close(database)
@@ -315,9 +311,8 @@ class MachineDisk:
     def database(self, path: Path) -> sqlite3.Connection:
         if path not in self.databases:
             self.databases[path] = sqlite3.connect(":memory:", isolation_level=None, factory=_Database)
-        database = self.databases[path]
-        database.full = self.full
-        return database
+            self.databases[path].disk = self
+        return self.databases[path]
 
     def find(self, path: Path) -> _File | _Dir | None:
         node: _File | _Dir | None = self._root
