@@ -75,26 +75,23 @@ async def run_member(rank: int, size: int) -> None:
 
 
 class BenchMember:
-    """The state of one member between orders. Every public method is an order."""
+    """The state of one member between orders. Every public method is an order. One that begins something, such as
+    ``form``, sets what later orders use."""
+
+    _local: LocalMember
+    _session: RingSession
+    _training: TrainingMember
+    _stage: StageRunner
+    _writer: TransformersWriter
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self._local: LocalMember | None = None
-        self._session: RingSession | None = None
         self._gloo: GlooGroup | None = None
         self._sockets: dict[str, SocketRing] = {}
         self._buffer: npt.NDArray[np.float32 | np.uint8] = np.zeros(0, np.float32)
         self._landed: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
         self._tiles: list[npt.NDArray[np.float32]] = []
         self._codec: Codec | None = None
-        self._training: TrainingMember | None = None
-        self._stage: StageRunner | None = None
-        self._writer: TransformersWriter | None = None
-
-    @property
-    def session(self) -> RingSession:
-        assert self._session is not None, "no ring was formed"
-        return self._session
 
     # -------------------------------------------------------------------------------------------------- coming together
 
@@ -110,7 +107,6 @@ class BenchMember:
 
     async def form(self, *, ports: list[int], sub_chunk_bytes: int, streams: int, codec: str) -> Answer:
         """Form the ring. ``codec`` is for gradients; ``prepare`` sets that of an all-reduce."""
-        assert self._local is not None
         self._session = await self._local.form(
             self._view_of(ports),
             codec=codec,
@@ -166,7 +162,7 @@ class BenchMember:
         self._fill()
         gc.disable()
         try:
-            await self.session.barrier()
+            await self._session.barrier()
             began = time.perf_counter()
             for _ in range(repeat):
                 await self._reduce(contender)
@@ -190,9 +186,9 @@ class BenchMember:
     async def _reduce(self, contender: str) -> None:
         match contender:
             case "ring":
-                await self.session.submit(self._buffer, "float32", codec=self._codec)
+                await self._session.submit(self._buffer, "float32", codec=self._codec)
             case "ring plain":
-                await self.session.submit(self._buffer, "float32")
+                await self._session.submit(self._buffer, "float32")
             case "gloo" | "p2p":
                 assert self._gloo is not None
                 self._gloo.all_reduce(self._buffer, contender)
@@ -224,7 +220,7 @@ class BenchMember:
         """Measure the seconds of ``total_bytes`` from the first member to the second, or in ``both`` directions."""
         if self._buffer.nbytes != 2 * piece_bytes:
             self._buffer = np.zeros(2 * piece_bytes, np.uint8)
-        await self.session.barrier()
+        await self._session.barrier()
         began = time.perf_counter()
         self._sockets[name].exchange(
             self._buffer[:piece_bytes].data,
@@ -241,17 +237,15 @@ class BenchMember:
         """As ``TrainingMember.build``."""
         from p2ptrain.lab.bench.training import TrainingMember
 
-        self._training = TrainingMember(self.session, self._gloo)
+        self._training = TrainingMember(self._session, self._gloo)
         return await self._training.build(**how)
 
     async def train(self, *, contender: str, first: int, count: int) -> Answer:
-        assert self._training is not None
-        await self.session.barrier()
+        await self._session.barrier()
         return await self._training.train(contender, first, count)
 
     async def form_chain(self, *, ports: list[int], payload_bytes: int) -> Answer:
         """Form the chain of a pipeline. Returns the measured round trip of the hop to the next stage, with payloads."""
-        assert self._local is not None
         chain = await self._local.form_chain(
             replace(self._view_of(ports), heartbeat_s=0.5, death_s=30.0),
             activation_bytes=payload_bytes,
@@ -265,7 +259,6 @@ class BenchMember:
         self, *, micro_batches: int, warm_ups: list[int], forward_s: float, backward_s: float, payload_bytes: int
     ) -> Answer:
         """Run one step of a stage whose passes only take time. Returns its seconds."""
-        assert self._stage is not None, "no chain was formed"
         payload = np.zeros(payload_bytes, np.uint8)
 
         def forward(index: int, inputs: Payload | None) -> Payload | None:
@@ -297,7 +290,6 @@ class BenchMember:
         return {"torch": TORCH_VERSION, "can_assist": writer.can_assist}
 
     async def make_prompt(self, *, seed: int, tokens: int) -> Answer:
-        assert self._writer is not None
         return {"prompt": self._writer.prompt(seed, tokens)}
 
     async def write_texts(
@@ -306,7 +298,6 @@ class BenchMember:
         """``how``: arguments of ``TransformersWriter.write``."""
         from p2ptrain.core.serving import SamplingOptions
 
-        assert self._writer is not None
         options = SamplingOptions(temperature=temperature, seed=seed)
         texts, seconds = await asyncio.to_thread(self._writer.write, prompts, tokens, options, **how)
         return {"texts": texts, "seconds": seconds}
