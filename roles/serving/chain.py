@@ -370,7 +370,7 @@ class StageChain:
         params = self.model.load_params() | {
             "start": stage.start,
             "stop": stage.stop,
-            "layers": plan.layers,
+            "layers": plan.wanted.sizes.layers,
             "dtype": plan.dtype,
             "weights": plan.weights,
             "positions": plan.positions,

@@ -178,7 +178,7 @@ class ChainPlan:
     Attributes:
         dtype, weights: as in ``PartSpec``.
         wanted: the requirements it was made for, with links. A lost stage is placed by the same requirements.
-        loaded: the workers hold all of its parts already.
+        loaded: it was found among the parts that the workers hold already.
     """
 
     dtype: str
@@ -191,10 +191,6 @@ class ChainPlan:
     @property
     def stages(self) -> tuple[PlacedStage, ...]:
         return self.placement.stages
-
-    @property
-    def layers(self) -> int:
-        return self.wanted.sizes.layers
 
     @property
     def positions(self) -> int:
@@ -300,17 +296,11 @@ class WorkerPool:
         wanted = ServingWorkload(
             sizes, round_to_blocks(positions), activation_bytes, self.context.peer_id, dict(self.links)
         )
-        made, how = place_model(wanted, seats, stages=stages), (dtype, weights)
-        if (loaded := self._find_loaded_chain(wanted, model, how, seats)) is not None and stages in (
-            None,
-            len(loaded.stages),
-        ):
-            made = loaded
-        held = [self._holds(stage.peer.id, model, how, sizes.layers) for stage in made.stages]
-        is_loaded = all((stage.start, stage.stop) in parts for stage, parts in zip(made.stages, held, strict=True))
+        loaded = self._find_loaded_chain(wanted, seats, (model.id, dtype, weights), stages)
+        made = loaded or place_model(wanted, seats, stages=stages)
         used = {stage.peer.id for stage in made.stages}
         spares = tuple(seat for seat in seats if seat.id not in used)
-        return ChainPlan(dtype, weights, wanted, made, spares, is_loaded)
+        return ChainPlan(dtype, weights, wanted, made, spares, loaded is not None)
 
     async def model_at(self, path: str, peer_id: str) -> ModelReference:
         """Open the model in the directory ``path`` of a connected worker, which sends it to others while this client
@@ -362,20 +352,18 @@ class WorkerPool:
         for there, link in found.items():
             self.links[here, there] = link
 
-    def _holds(self, peer_id: str, model: ModelReference, how: tuple[str, str], layers: int) -> list[tuple[int, int]]:
-        """The ranges of layers that a worker holds. ``how``: dtype and weights."""
-        return [
-            (part.start, part.stop)
-            for part in self.offers[peer_id].parts
-            if (part.model, part.dtype, part.weights, part.layers) == (model.id, *how, layers)
+    def _find_loaded_chain(
+        self, wanted: ServingWorkload, seats: Sequence[CandidateWorker], kind: tuple[str, str, str], stages: int | None
+    ) -> Placement | None:
+        """The chain of the fewest loaded parts. ``kind``: id of their model, dtype and weights."""
+        layers = wanted.sizes.layers
+        held = [
+            (seat, part.start, part.stop)
+            for seat in seats
+            for part in self.offers[seat.id].parts
+            if (part.model, part.dtype, part.weights, part.layers) == (*kind, layers)
             and part.start < part.stop <= layers
         ]
-
-    def _find_loaded_chain(
-        self, wanted: ServingWorkload, model: ModelReference, how: tuple[str, str], seats: Sequence[CandidateWorker]
-    ) -> Placement | None:
-        layers = wanted.sizes.layers
-        held = [(seat, start, stop) for seat in seats for start, stop in self._holds(seat.id, model, how, layers)]
         chains: dict[int, list[tuple[CandidateWorker, int, int]]] = {layers: []}  # first layer -> parts up to the end
         for part in sorted(held, key=lambda part: -part[1]):
             seat, start, stop = part
@@ -384,4 +372,5 @@ class WorkerPool:
                 continue
             if start not in chains or len(behind) + 1 < len(chains[start]):
                 chains[start] = [part, *behind]
-        return price_chain(wanted, seats, chains[0]) if 0 in chains else None
+        chain = chains.get(0, [])
+        return price_chain(wanted, seats, chain) if chain and stages in (None, len(chain)) else None
