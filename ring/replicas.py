@@ -48,17 +48,6 @@ def newest(by_part: Sequence[Reports]) -> State | None:
     return None
 
 
-def newest_kept(by_part: Sequence[Collection[frozenset[int]]], wholes: Iterable[frozenset[int]] = ()) -> int:
-    """The newest step of which every part has a checkpoint at some worker. Any worker can make the state of step 0.
-
-    Args:
-        by_part: the steps of each worker's checkpoints.
-        wholes: the same for checkpoints of the whole model, which contain every part.
-    """
-    anywhere = frozenset({0}).union(*wholes)
-    return max(frozenset.intersection(*(anywhere.union(*part) for part in by_part)))
-
-
 def square_sum(sources: Reports, step: int, lineage: str) -> float:
     """The squared gradient norm with which ``step`` was committed, for members that redo it; 0: not known."""
     known = (report.square_sum for report in sources.values() if (report.applied, report.lineage) == (step, lineage))
@@ -115,11 +104,12 @@ class RecoveryPolicy:
             newest_step = ready[peer_id].applied if peer_id in ready else math.inf
             return frozenset(step for step in kept if step <= newest_step and step < below and counts(peer_id))
 
-        by_part: list[list[frozenset[int]]] = [[] for _ in range(roster.parts)]
+        # A whole model has every part, and any worker can make the state of step 0.
+        by_part = [frozenset({0}).union(*(usable(*item) for item in self.saved.wholes.items()))] * roster.parts
         for (peer_id, part), kept in self.saved.parts.items():
             if roster.part_of(peer_id) == part:  # else of a part that it held before
-                by_part[part].append(usable(peer_id, kept))
-        return newest_kept(by_part, [usable(*item) for item in self.saved.wholes.items()])
+                by_part[part] |= usable(peer_id, kept)
+        return max(frozenset.intersection(*by_part))
 
     def has_saved(self, step: int, members: Collection[str], roster: Roster, *, in_parts: bool) -> bool:
         """Whether a peer of this run, or one of ``members``, has a checkpoint of ``step``. ``in_parts``: or peers have

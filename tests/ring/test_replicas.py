@@ -12,7 +12,7 @@ from ring import coordination as co
 from ring.coordination import MOST_AWAY, KnownPeer, Roster
 from ring.parts import assign_stages
 from ring.planning.workloads import ModelShape, TrainingWorkload
-from ring.replicas import newest, newest_kept
+from ring.replicas import RecoveryPolicy, newest
 from tests.ring.desk import Desk, ids
 from wire.job_messages import Report
 
@@ -152,8 +152,14 @@ def test_the_stage_of_a_worker_outlives_its_process_and_the_seed() -> None:
 
 
 def test_the_newest_step_that_all_stages_keep() -> None:
-    assert newest_kept([[frozenset({4, 8})], [frozenset({4}), frozenset({8, 12})]]) == 8
-    assert newest_kept([[frozenset({4, 8})], [frozenset({5})]]) == 0
+    def kept(steps: range, **by_peer: set[int]) -> list[int]:
+        saved = co.CheckpointsSaved({}, {(key, roster.held[key]): frozenset(own) for key, own in by_peer.items()})
+        policy = RecoveryPolicy(0, saved, None)
+        return [step for step in steps if policy.has_saved(step, (), roster, in_parts=True)]
+
+    roster = Roster(2, held={"a": 0, "b": 1, "c": 1})
+    assert kept(range(13), a={4, 8}, b={4}, c={8, 12})[-1] == 8
+    assert kept(range(13), a={4, 8}, b={5})[-1] == 0
 
 
 def test_a_state_is_shared_where_every_stage_applied_it_or_can_redo_it() -> None:

@@ -232,7 +232,9 @@ STAGED = {
         ((View, "same_stage", lambda self, rank: self.members),),
     ),
     # If a part of the newest state is lost, the run starts from the beginning.
-    "back": Mutation(("lose-disk", "save", "join"), rules=((replicas, "newest_kept", lambda by_stage, wholes=(): 0),)),
+    "back": Mutation(
+        ("lose-disk", "save", "join"), rules=((replicas.RecoveryPolicy, "_kept", lambda self, *peers: 0),)
+    ),
     # Workers are not told which worker has the whole model's checkpoint that the run goes back to.
     "files": Mutation(
         ("lose-disk", "save", "join"),
