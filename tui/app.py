@@ -25,7 +25,6 @@ from textual.screen import ModalScreen
 from textual.widgets import Footer, Input, OptionList, Static
 
 from p2ptrain.core.errors import P2PTrainError
-from p2ptrain.core.world import Clock, LoopClock
 from tui import format as fmt
 from tui.chain_panel import ChainsPanel
 from tui.dialogs import LEAVE, ChatScreen, PromptScreen
@@ -119,13 +118,12 @@ class P2PTrainApp(App[bool]):
         Binding("ctrl+c", "interrupt", show=False),
     ]
 
-    def __init__(self, source: SeedSource, *, clock: Clock | None = None, refresh_hz: float = 10.0) -> None:
+    def __init__(self, source: SeedSource, *, refresh_hz: float = 10.0) -> None:
         super().__init__()
         for theme, _ in THEMES.values():
             self.register_theme(theme)
         self.theme = "p2ptrain-dark"
         self.source = source
-        self.clock = clock or LoopClock()
         self.chosen_job: str | None = None
         self.pattern = ""
         self.view = CLUSTER
@@ -177,12 +175,12 @@ class P2PTrainApp(App[bool]):
             return  # the app is closing: its timer is not gone yet
         if self.chosen_job not in self.source.store.jobs:
             self.chosen_job = None  # the seed no longer lists it
-        store, job, now = self.source.store, self.job, self.clock.now()
+        store, job, now = self.source.store, self.job, self.source.clock.now()
         self._notify_link_change(store.link)
         self._choose_top_panel(job)
         if job is not None:
             self.source.watch(job.id)
-        frame = Frame(store, job, now, self.clock.wall(), self.palette, self.source.address, self.pattern)
+        frame = Frame(store, job, now, self.source.clock.wall(), self.palette, self.source.address, self.pattern)
         panels: Iterable[Any] = self.screen_stack[0].query("HeaderBar, Panel")
         for panel in panels:
             if not panel.display or panel.size.width == 0:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from p2ptrain.core.errors import ConnectionLost, P2PTrainError, ProtocolError, Refused, first_error
 from p2ptrain.core.texts import printable
-from p2ptrain.core.world import LoopClock
+from p2ptrain.core.world import Clock, LoopClock
 from tui.model import MAX_EVENTS, LinkPhase, RecordStore, SeedConnection
 from wire.client import SeedClient
 
@@ -48,7 +48,7 @@ class SeedSource:
         self.store = RecordStore()
         self.address, self.actions = address, actions
         self._connect = connect
-        self._clock = LoopClock()
+        self.clock: Clock = LoopClock()
         self._client: SeedClient | None = None
         self._watched = ""
         self._watch_changed = asyncio.Event()
@@ -72,12 +72,12 @@ class SeedSource:
 
     async def run(self) -> None:
         """Feed the store until cancelled."""
-        self.store.set_link(SeedConnection(LinkPhase.CONNECTING, since=self._clock.now()))
+        self.store.set_link(SeedConnection(LinkPhase.CONNECTING, since=self.clock.now()))
         attempt = 0
         while True:
             problem = await self._watch_until_lost()
             attempt = 0 if self.store.link.phase is LinkPhase.LIVE else attempt
-            delay_s, now = backoff_s(attempt), self._clock.now()
+            delay_s, now = backoff_s(attempt), self.clock.now()
             attempt += 1
             self.store.lost(problem, now, now + delay_s)
             await asyncio.sleep(delay_s)
@@ -106,13 +106,13 @@ class SeedSource:
         self.store.begin()
         async for update in client.updates():
             try:
-                self.store.apply(update.topic, update.items, self._clock.now())
+                self.store.apply(update.topic, update.items, self.clock.now())
             except ProtocolError as error:  # it is counted; the other items are still worth showing
                 self._note(error)
             if update.topic == "events" and self.store.link.phase is not LinkPhase.LIVE:
                 self.store.settle()
                 rtt_ms = self.store.link.rtt_ms
-                self.store.set_link(SeedConnection(LinkPhase.LIVE, since=self._clock.now(), rtt_ms=rtt_ms))
+                self.store.set_link(SeedConnection(LinkPhase.LIVE, since=self.clock.now(), rtt_ms=rtt_ms))
 
     def _note(self, error: P2PTrainError) -> None:
         link = dataclasses.replace(self.store.link, problem=printable(error.message), remedy=printable(error.remedy))
@@ -120,16 +120,16 @@ class SeedSource:
 
     async def _keep_asking(self, client: SeedClient) -> None:
         while True:
-            asked_at = self._clock.now()
+            asked_at = self.clock.now()
             await client.request("probe.clock", timeout_s=REQUEST_TIMEOUT_S)
-            rtt_ms = (self._clock.now() - asked_at) * 1000
+            rtt_ms = (self.clock.now() - asked_at) * 1000
             self.store.set_link(dataclasses.replace(self.store.link, rtt_ms=rtt_ms))
             await asyncio.sleep(PING_S)
 
     async def _load_events(self, client: SeedClient, known: int) -> None:
         newest = max([event.id for event in await client.events(-1, 1)], default=0)
         async for event in client.all_events(max(known, newest - MAX_EVENTS)):
-            self.store.take(event, self._clock.now())
+            self.store.take(event, self.clock.now())
 
     async def _load_histories(self, client: SeedClient) -> None:
         while True:
@@ -142,7 +142,7 @@ class SeedSource:
     async def _load_history(self, client: SeedClient, job: str) -> None:
         try:
             async for row in client.all_metrics(job):
-                self.store.take(row, self._clock.now())
+                self.store.take(row, self.clock.now())
         except Refused as error:  # the job was forgotten
             self._note(error)
         self._synced.add(job)

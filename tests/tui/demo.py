@@ -436,7 +436,7 @@ async def _screenshot(*, peers: int, serving: bool, columns: int, rows: int, vie
     from tui.app import P2PTrainApp  # the app knows the demo by its protocol only
 
     source = DemoSource(DemoCluster(peers, serving=serving))
-    app = P2PTrainApp(source, clock=source.clock)
+    app = P2PTrainApp(source)
     async with app.run_test(size=(columns, rows)) as pilot:
         for _ in range(SEEN_S if serving else 0):
             source.clock.time += 1

@@ -70,7 +70,7 @@ async def staged(
 ) -> AsyncIterator[Stage]:
     source = DemoSource(DemoCluster(peers, serving=serving))
     before(source)
-    app = P2PTrainApp(source, clock=source.clock, refresh_hz=0)
+    app = P2PTrainApp(source, refresh_hz=0)
     app.animation_level = "none"
     async with app.run_test(size=size, notifications=True) as pilot:
         stage = Stage(app, source, pilot)

@@ -37,7 +37,7 @@ def test_how_it_looks(snap_compare: Callable[..., bool], scene: str):
     source = DemoSource(DemoCluster(6, serving=scene.startswith(("serving", "chat"))))
     for piece in ("A ring sums\nin parts.\n\n", "Each member passes on what it has."):
         source.pieces.put_nowait(piece)
-    app = P2PTrainApp(source, clock=source.clock, refresh_hz=0)
+    app = P2PTrainApp(source, refresh_hz=0)
 
     async def run_before(pilot: Pilot[None]) -> None:
         await pilot.pause()
