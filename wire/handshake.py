@@ -26,6 +26,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from p2ptrain import __version__
+from p2ptrain.core.background import Background
 from p2ptrain.core.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -356,7 +357,7 @@ class PeerServer:
         self._serve = serve
         self._half_open = HalfOpen()
         self._on_problem = on_problem
-        self._handlers: dict[asyncio.Task[None], Connection] = {}
+        self._handlers, self._served = Background(), set[Connection]()
         self._closing = False
         self._listener: Listener | None = None
         self.address = ("", 0)  # the actual host and port
@@ -366,27 +367,19 @@ class PeerServer:
         self._closing = True
         if self._listener is not None:
             await self._listener.close()
-        handlers = dict(self._handlers)
-        for handler in handlers:
-            handler.cancel()
-        if handlers:
-            await asyncio.wait(handlers, timeout=CLOSE_TIMEOUT_S)
-        for connection in handlers.values():  # of handlers that had not begun or do not end
+        served = list(self._served)
+        self._handlers.cancel()
+        await self._handlers.settle(timeout_s=CLOSE_TIMEOUT_S)
+        for connection in served:  # of handlers that had not begun or do not end
             connection.abort()
 
     def _accept(self, connection: Connection) -> None:
         if self._closing:
             connection.abort()
             return
-        handler = asyncio.get_running_loop().create_task(self._handle(connection), name="wire.handshake.serve")
-        self._handlers[handler] = connection
-        handler.add_done_callback(self._forget)
-
-    def _forget(self, handler: asyncio.Task[None]) -> None:
-        del self._handlers[handler]
-        if not handler.cancelled() and (error := handler.exception()) is not None:
-            context = {"message": "serving a connection failed", "exception": error, "task": handler}
-            asyncio.get_running_loop().call_exception_handler(context)
+        self._served.add(connection)
+        handler = self._handlers.start(self._handle(connection), "wire.handshake.serve")
+        handler.add_done_callback(lambda _: self._served.discard(connection))
 
     async def _handle(self, connection: Connection) -> None:
         try:

@@ -213,7 +213,8 @@ async def _visited(visit: ProbeContext) -> None:
     async with asyncio.timeout(60):  # virtual seconds: nobody may stay for ever
         await stranger.gone.wait()
     await asyncio.sleep(2)
-    assert not server._handlers, "somebody is still served"
+    for served in (server._handlers, server._served):
+        assert not served, "somebody is still served"
     await server.close()
     for left in (meeting._meetings, meeting.relayed, meeting._joining):
         assert not left, "a circuit is left"
