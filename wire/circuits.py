@@ -386,9 +386,6 @@ class _FirstBytes(asyncio.BufferedProtocol):
             joins = not self._buffer[0] and self._buffer[_KIND_AT] == JoinCircuit.KIND
             self._pass_on(Connection(self._join) if joins else self._factory())
 
-    def eof_received(self) -> bool:
-        return False
-
     def connection_lost(self, exc: Exception | None) -> None:
         self._decide()
 

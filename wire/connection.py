@@ -358,9 +358,6 @@ class Connection(asyncio.BufferedProtocol):
         self._end_by_peer(f"the connection to {self.ends} broke: {exc or 'it was reset'}")
         self.closed.set()
 
-    def pause_writing(self) -> None:
-        """Do nothing: ``flush`` and the send limit bound what is unsent."""
-
     def resume_writing(self) -> None:
         self._wake()
         if self.on_drained is not None:

@@ -180,9 +180,6 @@ class _RelayEnd(asyncio.BufferedProtocol):
         if self._other is None or not (self._eof and self._other._eof):
             self.circuit.end(ConnectionLost("the other end left"))
 
-    def pause_writing(self) -> None:
-        """Do nothing: ``_steer`` looks at the buffer."""
-
     def resume_writing(self) -> None:
         if self._other is not None:
             self._other._steer()
