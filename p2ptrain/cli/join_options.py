@@ -104,7 +104,9 @@ class JoinOptions:
         " many processes. With torchrun or srun: with all their processes.",
         "",
     )
-    threads: int = option_field("--threads N", "CPU threads for computing; 0: automatic, or as the job says.", 0, min=0)
+    threads: int = option_field(
+        "--threads N", "CPU threads for computing; 0: automatic, or as the job says.", 0, min=0, max=1024
+    )
     memory: str = option_field(
         "--memory SIZE",
         "Memory limit for models, their parts and caches, such as 4GiB; default: for a worker 80 % of the "

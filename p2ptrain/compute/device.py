@@ -51,13 +51,9 @@ def pick_device(kind: str, threads: int = 0) -> ComputeDevice:
         threads: number of threads of CPU kernels; 0 leaves torch's default (every core).
 
     Raises:
-        ConfigError: ``kind`` or ``threads`` is invalid.
+        ConfigError: ``kind`` is invalid.
         UserError: this machine does not have the device.
     """
-    if threads < 0 or threads > 1024:
-        raise ConfigError(
-            f"device.threads = {threads} is not a number of threads", remedy="use 0 to 1024; 0 is all cores"
-        )
     if threads:
         torch.set_num_threads(threads)
     name, _, index = kind.partition(":")
@@ -189,11 +185,9 @@ def check_limit(need_bytes: int, limit_bytes: int, what: str, remedy: str) -> No
 
 
 def available_bytes(device: ComputeDevice) -> int:
-    return int(torch.cuda.mem_get_info(device.torch_device)[0]) if device.kind == "cuda" else _host_available()
-
-
-def _host_available() -> int:
-    """Free memory of the machine, or of the container (cgroup v2) if that is less."""
+    """Free memory of a GPU; else of the machine, or of the container (cgroup v2) if that is less."""
+    if device.kind == "cuda":
+        return int(torch.cuda.mem_get_info(device.torch_device)[0])
     return memory_left_bytes(int(psutil.virtual_memory().available))
 
 

@@ -29,6 +29,7 @@ CASES = {
     ),
     "join a:b": (2, "'a:b' is not an address"),
     "join --device gpu": (2, "--device gpu is not a device"),
+    "join --threads 5000": (2, "--threads: 5000 must be less than or equal to 1024"),
     "join --memory much": (2, "--memory 'much' is not a size"),
     "join --advertise box": (2, "--advertise box has no port"),
     f"join --name {'n' * 65}": (2, "--name: it has 65 bytes, a name may have 64"),

@@ -38,7 +38,7 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def limit_host(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """From now on the host has so many bytes of memory left."""
-    return lambda size_bytes: monkeypatch.setattr("p2ptrain.compute.device._host_available", lambda: size_bytes)
+    return lambda size_bytes: monkeypatch.setattr("p2ptrain.compute.device.memory_left_bytes", lambda _: size_bytes)
 
 
 @pytest.fixture

@@ -51,13 +51,10 @@ def test_a_device_that_is_not_there(kind: str) -> None:
     assert "cpu" in caught.value.remedy
 
 
-@pytest.mark.parametrize(
-    ("kind", "threads", "key"),
-    [("", 0, "kind"), ("cpu:1", 0, "kind"), ("cuda:-1", 0, "kind"), ("cpu", -1, "threads"), ("cpu", 5000, "threads")],
-)
-def test_a_setting_that_is_no_device_is_refused(kind: str, threads: int, key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"device\.{key}"):
-        pick_device(kind, threads)
+@pytest.mark.parametrize("kind", ["", "cpu:1", "cuda:-1"])
+def test_a_setting_that_is_no_device_is_refused(kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"device\.kind"):
+        pick_device(kind)
 
 
 def test_denormals_are_flushed_and_come_back() -> None:

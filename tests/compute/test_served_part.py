@@ -419,7 +419,7 @@ def test_a_directory_that_is_no_model(tmp_path: Path, monkeypatch: pytest.Monkey
     refused("more than 65536 characters")
     config.write_text(json.dumps(said))
     with monkeypatch.context() as patched:
-        patched.setattr("p2ptrain.compute.device._host_available", lambda: 1000)
+        patched.setattr("p2ptrain.compute.device.memory_left_bytes", lambda _: 1000)
         refused("6 of 6 layers", ResourceError)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-5])
