@@ -33,14 +33,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_utils import str_to_torch_dtype
 
 from p2ptrain.compute.activations import bytes_of, tensor_of
 from p2ptrain.compute.flat import Segment
 from p2ptrain.compute.fsdp import ShardedModel
 from p2ptrain.compute.local import MERGED
 from p2ptrain.compute.model import outline
-from p2ptrain.compute.part import PartAssembly
+from p2ptrain.compute.part import DTYPE_NAMES, PartAssembly
 from p2ptrain.compute.recipe import BuiltPart, ModelRecipe
 from p2ptrain.core.checkpoints import ADAPTER, NOTES, ROWS, shard_name, weights_index
 from p2ptrain.core.errors import StorageError
@@ -58,7 +57,6 @@ PARAMETERS = "parameters"
 _TIED = "tied"
 MAX_NOTES_BYTES = 1 << 20
 _ELEMENT_BYTES = 4  # the state is fp32
-_DTYPES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
 
 PlannedTensor = tuple[str, str, tuple[int, ...], list[bytes | BlobRange]]
 """Name, safetensors' dtype, shape, content."""
@@ -363,7 +361,7 @@ _HALVES = {"BF16": partial(_halve, torch.bfloat16), "F16": partial(_halve, torch
 
 def _buffers(model: nn.Module) -> Iterator[PlannedTensor]:
     for name, buffer in _saved_buffers(model).items():
-        yield name, _DTYPES[buffer.dtype], tuple(buffer.shape), [bytes(bytes_of(buffer))]
+        yield name, DTYPE_NAMES[buffer.dtype], tuple(buffer.shape), [bytes(bytes_of(buffer))]
 
 
 def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:

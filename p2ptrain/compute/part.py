@@ -26,8 +26,9 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
+from transformers.modeling_utils import str_to_torch_dtype
 
-from p2ptrain.compute.activations import tensor_of
+from p2ptrain.compute.activations import bytes_of, tensor_of
 from p2ptrain.compute.key_value_cache import BatchCache, KeyValueMemory, PaddedCache, SessionCache
 from p2ptrain.compute.layout import LayerRange, ModelLayout, split_refusal
 from p2ptrain.compute.model import DRAWING
@@ -36,6 +37,7 @@ from p2ptrain.core.errors import ConfigError
 from p2ptrain.core.tensor_files import TensorTable
 
 _PACKED_DTYPES = {"I32": torch.int32}
+DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
 FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 OnBytes = Callable[[int, int], None]
 """Called with (bytes placed, total bytes)."""
@@ -173,14 +175,8 @@ class PartAssembly:
         self._missing = set(self.wanted)
 
     def place_tensor(self, name: str, tensor: Tensor) -> None:
-        """Place a copy of ``tensor``, converted to the computing dtype. Raises ``ConfigError``: the shape differs from
-        the configuration's, or the dtype is not floating point."""
-        expected, shape = self._shape_of(name), tuple(tensor.shape)
-        if shape != expected or not tensor.is_floating_point():
-            text = f"{name} has shape {shape} and {tensor.dtype}; config.json requires floats of shape {expected}"
-            raise ConfigError(text, remedy=_REMEDY)
-        # Always a copy: a view would keep its base, such as a whole file, alive or mapped.
-        self._adopt(name, tensor.detach().to(self._device, self._sources[name][0].dtype, copy=True))
+        """Place a copy of ``tensor``. Raises as ``place``."""
+        self.place(name, DTYPE_NAMES[tensor.dtype], bytes_of(tensor))
 
     def place(self, name: str, dtype: str, data: memoryview) -> None:
         """Place a tensor from its bytes in safetensors' ``dtype``. Raises ``ConfigError``: the part has no such tensor,
