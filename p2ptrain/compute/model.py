@@ -24,7 +24,6 @@ from threading import Lock
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -34,7 +33,7 @@ from transformers.utils.generic import ModelOutput
 
 from p2ptrain.core import plugins
 from p2ptrain.core.adapters import is_adapter
-from p2ptrain.core.errors import ConfigError
+from p2ptrain.core.errors import ConfigError, P2PTrainError
 from p2ptrain.core.tensor_files import NEEDED_FILES, adapter_alone
 from p2ptrain.core.texts import did_you_mean
 from p2ptrain.core.tokenizer_files import is_without_weights
@@ -43,7 +42,6 @@ transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 Auto: Any = AutoModelForCausalLM  # its annotations are partial
 
-_LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError)
 DRAWING = Lock()
 """Held while torch's default generator is in use, or transformers' functions that initialize or leave that out: all
 threads share them."""
@@ -218,7 +216,7 @@ def load_model(
             use_safetensors=True,
             output_loading_info=True,
         )
-    except _LOAD_ERRORS as error:
+    except Exception as error:  # each architecture fails in its own way and with its own exceptions
         text = f"cannot load a model from {directory}: {first_line(error)}"
         raise ConfigError(text, remedy=NEEDED_FILES) from error
     if missing := sorted(report["missing_keys"]):
@@ -236,9 +234,9 @@ def directory_config(directory: Path) -> PretrainedConfig:
     try:
         check_architecture(json.loads(path.read_bytes()).get("model_type", ""))
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except ConfigError:
+    except P2PTrainError:
         raise
-    except _LOAD_ERRORS as error:
+    except Exception as error:  # each architecture validates in its own way and with its own exceptions
         text = f"{directory} is not a model directory: {first_line(error)}"
         raise ConfigError(text, remedy=NEEDED_FILES) from error
     return without_dropout(config)

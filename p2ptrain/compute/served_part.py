@@ -31,7 +31,7 @@ from p2ptrain.compute.device import ComputeDevice, check_memory, pick_device, tr
 from p2ptrain.compute.key_value_cache import BatchCache, KeyValueMemory, SessionCache, SessionRows, attend_in_batches
 from p2ptrain.compute.layout import LayerRange, NotSplit, layer_sizes, split_refusal
 from p2ptrain.compute.linears import RowPadding, can_pack, replace_linears
-from p2ptrain.compute.model import check_architecture, first_line, load_model, without_dropout
+from p2ptrain.compute.model import check_architecture, directory_config, first_line, load_model, without_dropout
 from p2ptrain.compute.part import OnBytes, PartAssembly, PartModel, context_limit, tensors_bytes
 from p2ptrain.compute.picking import Picker
 from p2ptrain.compute.quantized import choose_weights, quantize_linears
@@ -104,11 +104,7 @@ def load_module(directory: Path, device: ComputeDevice, wanted: str = "", weight
     """Transformers' model in ``directory``, in evaluation mode, and its dtype, a key of ``DTYPES``. An adapter is
     merged into its base's weights. ``weights``: as in ``PartSpec``. Raises as ``load_whole``."""
     table = _table_of(directory)
-    try:
-        config = AutoConfig.from_pretrained(table.directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # each architecture validates in its own way and with its own exceptions
-        text = f"{table.directory / 'config.json'} is not valid: {first_line(error)}"
-        raise ConfigError(text, remedy="correct the file, or use another model") from error
+    config = directory_config(table.directory)
     if getattr(config, "quantization_config", None) is not None:
         text = f"this {config.model_type!r} model is quantized, and is served only if it splits"
         raise ConfigError(text, remedy="use the model's unquantized weights")

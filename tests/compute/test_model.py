@@ -97,9 +97,10 @@ def test_a_directory_that_is_not_a_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(ConfigError, match=r"model\.architecture"):
         model_config(ModelSpec(path=tmp_path), 256)
-    (tmp_path / "config.json").write_text("[")
-    with pytest.raises(ConfigError, match="is not a model directory"):
-        model_config(ModelSpec(path=tmp_path), 256)
+    for text in ("[", '{"model_type": "llama", "hidden_size": "abc"}'):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match="is not a model directory"):
+            model_config(ModelSpec(path=tmp_path), 256)
 
 
 def test_weights_that_are_missing_or_damaged(tmp_path: Path) -> None:

@@ -414,7 +414,7 @@ def test_a_directory_that_is_no_model(tmp_path: Path, monkeypatch: pytest.Monkey
     config.write_text(json.dumps(said | {"intermediate_size": 81}))
     refused(r"gate_proj\.weight has shape \(80, 64\); config\.json requires \(81, 64\)")
     config.write_text(json.dumps(said | {"hidden_size": "abc"}))
-    refused(r"config\.json is not valid: .*hidden_size")
+    refused("is not a model directory: .*hidden_size")
     config.write_text(" " * (64 << 10) + "{}")
     refused("more than 65536 characters")
     config.write_text(json.dumps(said))
