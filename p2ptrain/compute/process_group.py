@@ -276,11 +276,7 @@ class RingProcessGroup(dist.ProcessGroup):
         return self._scatter_sum(output, source, opts)
 
     def _reduce_scatter_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> RingWork:
-        if source.numel() != self._own_size * output.numel() or source.dtype != output.dtype:
-            raise ValueError(
-                f"reduce_scatter: {source.numel()} elements of {source.dtype} for {self._own_size} outputs of "
-                f"{output.numel()} of {output.dtype}"
-            )
+        _check_whole(source, self._own_size, output)
         return self._scatter_sum(output, _flat(source)[0], opts)
 
     reduce_scatter_single = reduce_scatter_tensor = _reduce_scatter_base
@@ -324,11 +320,7 @@ class RingProcessGroup(dist.ProcessGroup):
         return _join([self.allgather([[*parts]], [own], opts) for *parts, own in zip(*outputs, inputs, strict=True)])
 
     def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> RingWork:
-        if output.numel() != self._own_size * source.numel() or source.dtype != output.dtype:
-            raise ValueError(
-                f"all_gather: an output of {output.numel()} elements of {output.dtype} for {self._own_size} inputs of "
-                f"{source.numel()} of {source.dtype}"
-            )
+        _check_whole(output, self._own_size, source)
         array, put_back = _flat(output, read=False)
         own, start = _flat(source)[0], self._own_rank * source.numel()
         place = array[self._own_rank * own.size : (self._own_rank + 1) * own.size]
@@ -555,6 +547,12 @@ def _on_host(tensor: torch.Tensor, *, read: bool) -> tuple[Array, Done]:
 def _check_parts(parts: Sequence[torch.Tensor], size: int, like: torch.Tensor) -> None:
     if len(parts) != size or any(part.numel() != like.numel() or part.dtype != like.dtype for part in parts):
         raise ValueError(f"{size} tensors of {like.numel()} elements of {like.dtype} are expected, one for each rank")
+
+
+def _check_whole(whole: torch.Tensor, size: int, part: torch.Tensor) -> None:
+    if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
+        given = f"{whole.numel()} elements of {whole.dtype}"
+        raise ValueError(f"{given} are not those of {size} ranks, of which each has {part.numel()} of {part.dtype}")
 
 
 def _split(tensor: torch.Tensor, sizes: Sequence[int], size: int) -> Sequence[torch.Tensor]:
