@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -59,5 +60,7 @@ class GlooGroup:
             raise ConnectionLost(f"the all-reduce of {backend} failed: {line_of(error)}") from error
 
 
-def line_of(error: RuntimeError) -> str:
-    return " ".join(str(error).split())[:200]
+def line_of(error: BaseException) -> str:
+    """The first sentence of an error, without the place in torch's source."""
+    text = re.sub(r"^\[[^\]]*\] ", "", " ".join(str(error).split()))
+    return (text.partition(". ")[0] or type(error).__name__)[:200]

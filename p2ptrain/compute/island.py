@@ -25,7 +25,6 @@ from __future__ import annotations
 import gc
 import json
 import math
-import re
 import socket
 import threading
 import time
@@ -48,6 +47,7 @@ from p2ptrain.compute.checkpoint_files import PARAMETERS, CheckpointPlanner, Che
 from p2ptrain.compute.device import ComputeDevice
 from p2ptrain.compute.flat import FlatModel
 from p2ptrain.compute.fsdp import ShardedModel, ShardSpec, shard_rows
+from p2ptrain.compute.gloo import line_of
 from p2ptrain.compute.recipe import BuiltPart, ModelRecipe, TrainingSpec
 from p2ptrain.compute.reduce_buffer import ReduceBuffer
 from p2ptrain.compute.trainer import Trainer, TrainingState, blob_of
@@ -110,7 +110,7 @@ def meet(place: IslandPlace, device: ComputeDevice, listener: socket.socket | No
         backend = "cpu:gloo,cuda:nccl" if device.kind == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=at[-1])
     except (RuntimeError, ValueError) as error:
-        text = f"the processes of this worker did not meet: {_line(error)}"
+        text = f"the processes of this worker did not meet: {line_of(error)}"
         raise ConnectionLost(text, remedy="start all of them") from error
     assert dist.group.WORLD is not None
     return DeviceMesh.from_group(dist.group.WORLD, device.kind)
@@ -482,15 +482,9 @@ class _WholeLayout(FlatModel):
             yield slice(start, start + numel), slice(theirs.offset, theirs.offset + numel)
 
 
-def _line(error: BaseException) -> str:
-    """The first sentence of an error, without the place in torch's source."""
-    text = re.sub(r"^\[[^\]]*\] ", "", " ".join(str(error).split()))
-    return (text.partition(". ")[0] or type(error).__name__)[:200]
-
-
 def lost(error: BaseException) -> ConnectionLost:
     """The error of a call that torch could not complete."""
-    text = f"a process of this worker was lost, or failed: {_line(error)}"
+    text = f"a process of this worker was lost, or failed: {line_of(error)}"
     return ConnectionLost(text, remedy="see what the others say, and start it again")
 
 
