@@ -179,9 +179,7 @@ def krum_scores(squares: Float64Array, byzantine: int) -> list[float]:
     """Sum of each vector's squared distances to its n - f - 2 nearest others."""
     members = len(squares)
     nearest = max(members - byzantine - 2, 1)
-    return [
-        math.fsum(sorted(np.delete(squares[rank], rank))[:nearest]) if members > 1 else 0.0 for rank in range(members)
-    ]
+    return [math.fsum(sorted(np.delete(squares[rank], rank))[:nearest]) for rank in range(members)]
 
 
 def _bulyan_selection(squares: Float64Array, byzantine: int) -> list[int]:
