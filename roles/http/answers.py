@@ -190,17 +190,17 @@ class Delivery:
     """An answer whose client may leave at any point, an ASGI application.
 
     Args:
-        work: sends it. stopping: is set when the endpoint ends.
+        work: sends it. app: the endpoint.
         error_frame: the end of a stream that fails. It lacks its usual end: the text is incomplete.
     """
 
     def __init__(
         self,
         work: Callable[[Send], Coroutine[Any, Any, None]],
-        stopping: asyncio.Event,
-        error_frame: Callable[[Exception], bytes],
+        app: JsonApp,
+        error_frame: Callable[[Problem], bytes],
     ) -> None:
-        self._work, self._stopping, self._error_frame = work, stopping, error_frame
+        self._work, self._app, self._error_frame = work, app, error_frame
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         kind: str | None = None  # of what has begun
@@ -212,14 +212,14 @@ class Delivery:
             await send(event)
 
         try:
-            await while_wanted(receive, self._work(send_on), self._stopping)
+            await while_wanted(receive, self._work(send_on), self._app.stopping)
         except Exception as error:
             if kind is None:
                 raise
             if not isinstance(error, P2PTrainError | Problem):
                 tell(error)
             if kind.startswith("text/event-stream"):  # else the server closes the connection, as the body is too short
-                await send_part(send, self._error_frame(error), more=False)
+                await send_part(send, self._error_frame(self._app.problem(error)), more=False)
 
 
 _NOT_ROUTED = {404: "unknown_url", 405: "method_not_allowed"}

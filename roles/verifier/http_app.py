@@ -170,7 +170,7 @@ class HttpApp(JsonApp):
         answer = await self._read(request, lambda body: interface(body, origin))
         answer.service = self._service(answer.model)
         work = partial(_send_stream if answer.is_stream else _send_whole, answer)
-        return Delivery(work, self.stopping, lambda error: answer.error_frame(self.problem(error)))
+        return Delivery(work, self, answer.error_frame)
 
     async def _answer(self, request: HttpRequest) -> Response:
         model, ask = await self._read(request, _QUESTIONS[request.url.path])

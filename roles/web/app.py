@@ -192,12 +192,10 @@ class WebApp(JsonApp):
             Route(f"{ROOT}/docs", RedirectResponse("../../docs.html", 302), methods=["GET"]),
             WebSocketRoute(f"{ROOT}/metrics/stream/{{job}}", self._stream),
             Route("/metrics", self._prometheus, methods=["GET"]),
-            *(texts.routes() if texts is not None else ()),
+            *(texts.routes(self) if texts is not None else ()),
             Mount("/", page()),
         ]
         super().__init__([*declared, *others], _problem_of)
-        if texts is not None:
-            texts.stopping = self.stopping
 
     def let_in(self, asked: HTTPConnection) -> None:
         remedy = "use an address or a name of this machine, and its own page"

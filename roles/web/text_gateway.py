@@ -29,6 +29,7 @@ from roles.http.answers import (
     HEADERS,
     RETRY_AFTER_S,
     Delivery,
+    JsonApp,
     Problem,
     json_bytes,
     json_response,
@@ -76,7 +77,6 @@ class TextGateway:
 
     Attributes:
         under_way: requests of each ``ServingInfo``, by its id.
-        stopping: is set when the endpoint ends.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class TextGateway:
     ) -> None:
         self._served, self._dial = served, dial
         self.under_way = Counter[str]()
-        self.stopping = asyncio.Event()
 
-    def routes(self) -> list[Route]:
+    def routes(self, app: JsonApp) -> list[Route]:
+        pass_on = partial(self._pass_on, app)
         return [
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{model:path}", self._one_model, methods=["GET"]),
-            *(Route(path, self._pass_on, methods=_METHODS) for path in ("/v1/{path:path}", *OTHER_PATHS)),
+            *(Route(path, pass_on, methods=_METHODS) for path in ("/v1/{path:path}", *OTHER_PATHS)),
         ]
 
     async def _models(self, request: Request) -> Response:
@@ -103,7 +103,7 @@ class TextGateway:
             raise _loading(found)
         return json_response(_card(found[0]))
 
-    async def _pass_on(self, request: Request) -> Delivery:
+    async def _pass_on(self, app: JsonApp, request: Request) -> Delivery:
         body = await read_body(request, MOST_HTTP_BYTES)
         model, beginning = await asyncio.to_thread(read_beginning, body)
         having = self._having(model)
@@ -118,7 +118,7 @@ class TextGateway:
         headers = pick_headers(request.headers, ASKED_HEADERS)
         asked = HttpRequest(request.method, target, headers, len(body), having[0].model if model else "")
         chosen = order_verifiers(list(ready.values()), self._load, beginning)
-        return Delivery(partial(self._ask_in_turn, chosen, asked, body), self.stopping, partial(_error_event, target))
+        return Delivery(partial(self._ask_in_turn, chosen, asked, body), app, partial(_error_event, target))
 
     async def _ask_in_turn(self, chosen: Sequence[ServingInfo], asked: HttpRequest, body: bytes, send: Send) -> None:
         """Raises ``Problem``: no verifier answers, or one is lost amid its answer."""
@@ -195,7 +195,6 @@ def _loading(having: Sequence[ServingInfo]) -> Problem:
     return Problem(503, text, code="model_loading", retry_after_s=after_s, more=more)
 
 
-def _error_event(path: str, error: Exception) -> bytes:
+def _error_event(path: str, problem: Problem) -> bytes:
     """The end of a stream that fails, as clients of each interface read it."""
-    problem = error if isinstance(error, Problem) else Problem(500, "internal error", code="internal_error")
     return b"event: error\ndata: " + json_bytes({"type": "error"} | problem.as_json(path)) + b"\n\n"

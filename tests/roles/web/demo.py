@@ -165,7 +165,7 @@ class DemoModels(JsonApp):
             problem["error"] |= {"state": "loading", "percent": self.loads.pop(0), "ready_s": 20.0}
             return json_response(problem, status=503, headers={"retry-after": "1"})
         self.asked.append(await request.json())
-        return Delivery(self._send, self.stopping, lambda error: b"")
+        return Delivery(self._send, self, lambda problem: b"")
 
     async def _send(self, send: Send) -> None:
         try:
