@@ -26,7 +26,7 @@ from p2ptrain.core.errors import (
 from p2ptrain.core.serving import Sampling, check_positions
 from ring.planning.serving import replace_lost
 from roles.serving import chain_core as ev
-from roles.serving.chain_session import CLOSE_S, ChainSession, ChainTimes
+from roles.serving.chain_session import ChainSession, ChainTimes
 from roles.serving.local_model import CLOSE_REMEDY
 from roles.serving.worker_peer import ClientContext, WorkerAddress, WorkerPeer
 from roles.serving.worker_pool import (
@@ -282,11 +282,9 @@ class StageChain:
         self.client.notify("warning", "stage-lost", f"{self._describe(index)} on {name} is lost: {reason}")
         self._vacant.add(index)
         for session in list(self._sessions):
-            if not seat.peer.lost:
-                seat.peer.ask_later("session.close", {"session": session.id, "index": index}, timeout_s=CLOSE_S)
+            seat.peer.ask_later("session.close", {"session": session.id, "index": index})
             session.event(ev.StageLost(index, seat.number, f"{name}: {reason}"))
-        if not seat.peer.lost:
-            seat.peer.ask_later("part.free", {"part": seat.loaded.part}, timeout_s=CLOSE_S)
+        seat.peer.ask_later("part.free", {"part": seat.loaded.part})
         self._fill_later(index)
 
     def _report_defect(self, error: BaseException) -> None:

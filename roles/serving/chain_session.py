@@ -40,8 +40,6 @@ from wire.chain_messages import (
     Sampled,
 )
 
-CLOSE_S = 5.0
-
 
 @dataclass(slots=True)
 class ChainTimes:
@@ -219,7 +217,7 @@ class ChainSession:
                 case ev.StageClose(stage, seat):
                     peer = self._chain.peer_in(stage, seat)
                     if peer is not None:
-                        peer.ask_later("session.close", {"session": self.id, "index": stage}, timeout_s=CLOSE_S)
+                        peer.ask_later("session.close", {"session": self.id, "index": stage})
                 case ev.StageReplace(stage, seat, reason):
                     self._chain.replace(self, stage, seat, reason)
                 case PassResult():

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from p2ptrain.core.background import Background
 from p2ptrain.core.errors import ConnectionLost, DeadlineExceeded, NetworkError, P2PTrainError, ProtocolError, Refused
@@ -59,19 +59,13 @@ class ClientContext:
     role: str = "operator"
 
     async def dial(
-        self,
-        at: WorkerAddress | DrafterAddress,
-        purpose: str,
-        *,
-        role: str = "worker",
-        job: str = "",
-        timeout_s: float = DIAL_S,
+        self, at: WorkerAddress | DrafterAddress, purpose: str, *, role: str = "worker", job: str = ""
     ) -> Connection:
         """Connect to another peer. A loopback address means the seed's machine. Raises as ``wire.handshake.dial``."""
         hello = local_hello(peer_id=self.peer_id, name=self.name, roles=[self.role], purpose=purpose, job=job)
         host = advertised_host(self.seed_host, at.host)
         connection, _ = await dial(
-            self.world.network, host, at.port, hello, timeout_s=timeout_s, expect_peer=at.peer_id, expect_role=role
+            self.world.network, host, at.port, hello, timeout_s=DIAL_S, expect_peer=at.peer_id, expect_role=role
         )
         return connection
 
@@ -116,11 +110,6 @@ class WorkerPeer:
         self._tasks = Background()
         self._receiving = self._tasks.start(self._line.run(self._take_untrusted, self._end), f"peer {worker.name}")
 
-    @classmethod
-    async def dial(cls, context: ClientContext, worker: WorkerAddress, *, timeout_s: float) -> Self:
-        """Connect to the worker. Raises as ``wire.handshake.dial``."""
-        return cls(context, worker, await context.dial(worker, "chain", timeout_s=timeout_s))
-
     @property
     def name(self) -> str:
         return self.worker.name
@@ -137,7 +126,8 @@ class WorkerPeer:
     async def ask(self, method: str, params: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """Send a request and wait for its answer. Raises ``Refused``, ``DeadlineExceeded``, ``ConnectionLost``, each
         naming the worker."""
-        self._check_alive()
+        if self.problem is not None:
+            raise ConnectionLost(f"{self.name} is lost: {self.problem.message}", remedy=self.problem.remedy)
         return await self._calls.ask(self._line.connection.send, method, params, whom=self.name, timeout_s=timeout_s)
 
     async def measure(self) -> float:
@@ -178,10 +168,12 @@ class WorkerPeer:
         with suppress(ConnectionLost):
             send_forward(self._line.connection, work)
 
-    def ask_later(self, method: str, params: dict[str, Any], *, timeout_s: float) -> None:
+    def ask_later(self, method: str, params: dict[str, Any]) -> None:
+        """Send a request whose answer does not matter. Never raises."""
+
         async def ask() -> None:
             with suppress(NetworkError, Refused):
-                await self.ask(method, params, timeout_s=timeout_s)
+                await self.ask(method, params, timeout_s=QUIET_S)
 
         self._tasks.start(ask(), method)
 
@@ -191,10 +183,6 @@ class WorkerPeer:
         await self._tasks.settle(timeout_s=0.2, but=self._receiving)  # wait for the last requests
         await self._line.connection.close(timeout_s=0.5)
         await self._tasks.stop()
-
-    def _check_alive(self) -> None:
-        if self.problem is not None:
-            raise ConnectionLost(f"{self.name} is lost: {self.problem.message}", remedy=self.problem.remedy)
 
     def _end(self, problem: P2PTrainError) -> None:
         if self.problem is not None:

@@ -208,27 +208,27 @@ class WorkerPool:
         self.links: dict[tuple[str, str], LinkQuality] = {}
 
     @classmethod
-    async def connect(cls, context: ClientContext, workers: Sequence[WorkerAddress], *, timeout_s: float = 5.0) -> Self:
+    async def connect(cls, context: ClientContext, workers: Sequence[WorkerAddress]) -> Self:
         """Dial all workers concurrently and get their offers. Workers that do not answer in time are left out. Raises
         ``NetworkError`` if none answers, ``UserError`` if there is none."""
         if not workers:
             raise UserError("there is no worker to hold a part of the model", remedy="start one: p2ptrain join")
         pool = cls(context)
-        await asyncio.gather(*(pool._try(worker, timeout_s) for worker in workers))
+        await asyncio.gather(*(pool._try(worker) for worker in workers))
         if not pool.peers:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in pool.refused.items())
             raise NetworkError(f"no worker can be used: {reasons}", remedy="run p2ptrain check on this machine")
         return pool
 
-    async def _try(self, worker: WorkerAddress, timeout_s: float) -> None:
+    async def _try(self, worker: WorkerAddress) -> None:
         try:
-            await self.admit(worker, timeout_s=timeout_s)
+            await self.admit(worker)
         except P2PTrainError as problem:
             self.refused[worker.name] = problem.message
 
-    async def admit(self, worker: WorkerAddress, *, timeout_s: float = 5.0) -> WorkerPeer:
+    async def admit(self, worker: WorkerAddress) -> WorkerPeer:
         """Dial one more worker, or a lost one again. Raises ``P2PTrainError``: it cannot be used."""
-        peer = await WorkerPeer.dial(self.context, worker, timeout_s=timeout_s)
+        peer = WorkerPeer(self.context, worker, await self.context.dial(worker, "chain"))
         try:
             latency_s = await peer.measure()
             await self.renew(peer)
