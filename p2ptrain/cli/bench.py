@@ -16,7 +16,7 @@ from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import print_json, print_table
 from p2ptrain.cli.runtime import JsonOption, LinkOption, ProfileOption, SetOption, option, run
 from p2ptrain.core.errors import EXIT_INTERRUPTED, UserError
-from p2ptrain.core.texts import check_one_of, human_duration, printable, three_digits
+from p2ptrain.core.texts import check_one_of, human_bytes, human_duration, printable, size_of, three_digits
 
 if TYPE_CHECKING:
     from p2ptrain.lab.bench.report import BenchReport
@@ -65,7 +65,6 @@ def allreduce(
       p2ptrain bench allreduce --codec int8 --link wan
       p2ptrain bench allreduce --backend torch
     """
-    from p2ptrain.core.texts import size_of
     from p2ptrain.lab.bench.network import ITEM_BYTES, AllReducePlan, BenchRing, measure_allreduce
     from p2ptrain.lab.bench.runner import MEMBER_BYTES, check_fits
 
@@ -247,7 +246,6 @@ def pipeline(
       p2ptrain bench pipeline
       p2ptrain bench pipeline --stages 4 --rtt 0,80 --steps 5 --json > pipeline.json
     """
-    from p2ptrain.core.texts import human_bytes, size_of
     from p2ptrain.lab.bench.pipeline import PipelinePlan, measure_pipeline
     from p2ptrain.lab.bench.runner import PLAIN_BYTES, check_fits, numbers_of
 

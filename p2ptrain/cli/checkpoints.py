@@ -11,6 +11,8 @@ from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import number, print_json, print_table
 from p2ptrain.cli.runtime import JsonOption, SeedOption, YesOption, ask, confirm, not_empty, option
 from p2ptrain.cluster.console import Console
+from p2ptrain.core.adapters import is_adapter, read_adapter
+from p2ptrain.core.checkpoints import best_step
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.texts import human_bytes, human_time, printable
 
@@ -35,8 +37,6 @@ def list_checkpoints(
       p2ptrain checkpoints list
       p2ptrain checkpoints list --job tiny --json
     """
-    from p2ptrain.core.checkpoints import best_step
-
     found = ask(seed, lambda client: client.checkpoints(job))
     by_job: dict[str, list[tuple[int, object]]] = {}
     for item in found:
@@ -125,8 +125,6 @@ def merge(
       p2ptrain checkpoints merge ./checkpoints/step-00000400 ./merged
       p2ptrain checkpoints merge ./adapter ./merged --base ./SmolLM2-135M
     """
-    from p2ptrain.core.adapters import is_adapter, read_adapter
-
     if not is_adapter(adapter):
         remedy = "name a directory with adapter_config.json; `p2ptrain checkpoints list` shows where jobs store theirs"
         raise UserError(f"{adapter} holds no adapter", remedy=remedy)

@@ -20,6 +20,8 @@ from p2ptrain.cli.text_options import DtypeOption, WeightsOption, check_dtype, n
 from p2ptrain.cli.tokenizer import FORMATS, DataOption, FormatOption, TextKeyOption, progress_of
 from p2ptrain.cluster.console import Console
 from p2ptrain.cluster.models import SplitOptions
+from p2ptrain.core.checkpoints import read_checkpoint
+from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import StorageError, UserError
 from p2ptrain.core.texts import check_one_of, printable
 
@@ -163,9 +165,6 @@ def _row(item: dict[str, Any]) -> tuple[str, ...]:
 
 def trained_window(directory: Path) -> int:
     """``data.sequence_tokens`` of the job that wrote a checkpoint; 0 if it is not known."""
-    from p2ptrain.core.checkpoints import read_checkpoint
-    from p2ptrain.core.disk import RealDisk
-
     try:
         found = read_checkpoint(RealDisk(), directory).meta.get("sequence_tokens")
     except StorageError:

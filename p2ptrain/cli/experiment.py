@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from p2ptrain.cli.commands import new_typer
+from p2ptrain.cli.output import number, print_json, print_table
 from p2ptrain.cli.runtime import JsonOption, option, run
+from p2ptrain.cluster.console import Console
+from p2ptrain.core.disk import RealDisk, write_atomic
+from p2ptrain.core.texts import human_seconds, printable
 
 if TYPE_CHECKING:
-    from p2ptrain.cluster.console import Console
     from p2ptrain.lab.experiments.grid import GridRun
     from p2ptrain.lab.experiments.results import Results, Row
 
@@ -43,8 +46,6 @@ def run_grid(
       p2ptrain experiment run grid.toml --simulated --dir simulated
     """
     from configs.loader import read_toml
-    from p2ptrain.cli.output import print_json
-    from p2ptrain.cluster.console import Console
     from p2ptrain.lab.experiments.grid import plan_of
     from p2ptrain.lab.experiments.results import Results
 
@@ -81,9 +82,6 @@ def analyze(
       p2ptrain experiment analyze experiments/context-batch
       p2ptrain experiment analyze experiments/strategies-links --x link.preset --y strategy
     """
-    from p2ptrain.cli.output import print_json, print_table
-    from p2ptrain.core.disk import RealDisk, write_atomic
-    from p2ptrain.core.texts import printable
     from p2ptrain.lab.experiments.analysis import Analysis, draw_figures, page
     from p2ptrain.lab.experiments.results import load
 
@@ -107,8 +105,6 @@ def analyze(
 
 def _carry_out(results: Results, console: Console) -> None:
     """Carry out the runs that are left. Ctrl+C raises ``KeyboardInterrupt``."""
-    from p2ptrain.cli.output import number
-    from p2ptrain.core.texts import human_seconds
     from p2ptrain.lab.experiments.executors import simulate
     from p2ptrain.lab.experiments.run import carry_out
     from p2ptrain.lab.memory import run_virtual

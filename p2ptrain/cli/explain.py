@@ -9,10 +9,12 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from configs.loader import load
+from configs.schema import Profile
 from p2ptrain.cli.output import print_json, print_table
 from p2ptrain.cli.placement import plan_map, print_training_plan
 from p2ptrain.cli.runtime import (
@@ -26,7 +28,7 @@ from p2ptrain.cli.runtime import (
     run,
     seed_option,
 )
-from p2ptrain.cluster.models import shape_of
+from p2ptrain.cluster.models import resolve_inputs, shape_of
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.texts import human_bytes, human_duration, printable
 from p2ptrain.lab.explain.predictions import STRATEGIES, calibrate, cluster_of, explain_choice, method_of, predict_all
@@ -34,10 +36,6 @@ from ring.planning.measurements import CandidateWorker, DescribedCluster
 from ring.planning.prediction import Calibration, Prediction, predict, recommend
 from ring.planning.workloads import ModelShape
 from wire.records import FINISHED_STATES
-
-if TYPE_CHECKING:
-    from configs.schema import Profile
-
 
 ROWS, LEAST_ROWS = 200, 5  # newest steps that medians are taken of
 
@@ -75,9 +73,6 @@ def explain(
             raise UserError("--job has its own settings", remedy="leave --set out")
         _show_job(job, seed, workers, link, cluster, as_json=as_json)
         return
-    from configs.loader import load
-    from p2ptrain.cluster.models import resolve_inputs
-
     usual = {"job.workers": (workers, f"--workers {workers}")} if workers else {}
     own = resolve_inputs(load(profile, os.environ, sets, usual).profile, download=download, quiet=as_json).alone()
     sets = [*sets, f"model.path={own.model.path}"] if own.model.path else sets  # a model that was fetched
@@ -164,7 +159,6 @@ def _print_ways(ways: Sequence[Prediction]) -> None:
 
 def _show_job(job: str, seed: str, workers: int, link: str, cluster: Path | None, *, as_json: bool) -> None:
     """Show the prediction for a job beside the medians of its newest steps."""
-    from configs.schema import Profile
     from p2ptrain.lab.explain.cluster_file import read
 
     info, spec = ask(seed, lambda client: client.job(job))

@@ -21,7 +21,7 @@ from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import failure, print_json
 from p2ptrain.cli.runtime import WithBareSplit, is_text, option, run, takes_options
 from p2ptrain.cli.text_options import TextOptions, TokensOption, write
-from p2ptrain.cluster.console import Console
+from p2ptrain.cluster.console import Console, stop_on_signals, unless_stopped
 from p2ptrain.core.errors import EXIT_INTERRUPTED, P2PTrainError, UserError, first_error
 
 if TYPE_CHECKING:
@@ -119,7 +119,6 @@ class GenerateRequest:
 
 async def _generate(request: GenerateRequest, directory: Path | None) -> None:
     from p2ptrain.cli.text import text_source
-    from p2ptrain.cluster.console import stop_on_signals, unless_stopped
 
     console, stop, quiet = Console(quiet=request.options.as_json), asyncio.Event(), request.options.as_json
     printer = TextPrinter(quiet=quiet)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
+import sys
 from collections import deque
 from contextlib import aclosing
 from dataclasses import asdict
@@ -355,9 +357,6 @@ def metrics(
       p2ptrain jobs metrics tiny --csv > tiny.csv
       p2ptrain jobs metrics 3f9a --limit 100 --json | jq '.metrics[].loss'
     """
-    import csv
-    import sys
-
     if as_csv and as_json:
         raise UserError("--csv and --json exclude each other", remedy="leave one of them out")
 

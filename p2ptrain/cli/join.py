@@ -16,9 +16,11 @@ import typer
 from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.join_options import JoinOptions
 from p2ptrain.cli.runtime import WithBareSplit, run, takes_options
+from p2ptrain.cluster.access import CodeNeeded
 from p2ptrain.cluster.jobs import step_line
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.threads import OWN_CORES, SHARED_CORES
+from wire.address import format_address, read_code
 
 if TYPE_CHECKING:
     from configs.schema import Profile
@@ -91,9 +93,6 @@ def _run(
     member: Callable[[JoinOptions], Coroutine[Any, Any, None]], options: JoinOptions, *, children: bool = False
 ) -> None:
     """Run ``member``. If the seed needs a code, ask the person at this terminal for it, and run ``member`` again."""
-    from p2ptrain.cluster.access import CodeNeeded
-    from wire.address import format_address, read_code
-
     try:
         run(member(options), children=children)
     except CodeNeeded as needed:

@@ -14,14 +14,12 @@ import shutil
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
+from p2ptrain.core.errors import P2PTrainError, Refused
 from p2ptrain.core.texts import printable
-
-if TYPE_CHECKING:
-    from p2ptrain.core.errors import P2PTrainError
 
 CUT_CELLS = 12
 """Least width of a column whose texts are shortened."""
@@ -48,8 +46,6 @@ json_output = JsonOutput()
 
 def failure(error: P2PTrainError) -> dict[str, Any]:
     """The ``error`` field of a document."""
-    from p2ptrain.core.errors import Refused
-
     fields = {"message": error.message, "remedy": error.remedy, "exit_code": error.exit_code}
     return fields | ({"code": error.code} if isinstance(error, Refused) else {})
 

@@ -31,6 +31,7 @@ from p2ptrain.core.world import Clock, World
 from roles.compute_thread import ComputeThread
 from roles.drafter.draft_server import MAX_SESSIONS, DraftServer
 from roles.engine import StageEngine
+from roles.http.access import read_key
 from roles.http.passed_requests import answer_request
 from roles.member import ServingMember
 from roles.seed_link import Notify
@@ -40,7 +41,7 @@ from roles.serving.model import ServedModel
 from roles.serving.worker_peer import ClientContext, WorkerAddress
 from roles.serving.worker_pool import workers_of
 from roles.verifier.drafters import Drafters
-from roles.verifier.http_app import HttpApp
+from roles.verifier.http_app import HttpApp, check_place, serving_http
 from roles.verifier.server import text_app
 from roles.verifier.service import USUAL_SESSIONS, ModelTextService
 from wire.address import format_address
@@ -59,8 +60,6 @@ AGAIN_LOOKS = 15
 async def check(options: JoinOptions) -> None:
     """Before joining, refuse HTTP or a model that cannot be served. Raises ``UserError``, ``ResourceError``."""
     if options.http_place is not None:
-        from roles.verifier.http_app import check_place
-
         await check_place(*options.http_place, options.api_keys)
     for directory in options.adapters:
         if not is_adapter(directory):
@@ -360,9 +359,6 @@ async def _http(
 ) -> str:
     if options.http_place is None:
         return ""
-    from roles.http.access import read_key
-    from roles.verifier.http_app import serving_http
-
     key = None
     if options.api_keys is not None:
         key = read_key(options.api_keys, lambda text: member.notify("warning", "api-key", text))

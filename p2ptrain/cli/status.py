@@ -11,8 +11,9 @@ import typer
 
 from p2ptrain.cli.output import print_json, print_pairs
 from p2ptrain.cli.runtime import JsonOption, SeedArgument, SeedOption, ask, at_terminal, option, run
-from p2ptrain.cluster.access import operator
+from p2ptrain.cluster.access import operator, read_targets
 from p2ptrain.cluster.console import Console
+from p2ptrain.cluster.running import running_seeds
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.texts import human_seconds, human_time, printable
 from wire.address import how_to_join
@@ -242,9 +243,6 @@ def _print_events(events: list[EventInfo], last: int) -> int:
 
 
 def _print_log(seed: str, peer: str, limit: int) -> None:
-    from p2ptrain.cluster.access import read_targets
-    from p2ptrain.cluster.running import running_seeds
-
     targets = read_targets(seed)
     for state in [running.state for running in running_seeds() if running.address in targets]:
         path = Path(state, "logs", f"{Path(peer).name}.log")

@@ -16,10 +16,12 @@ from p2ptrain.cli.text_options import TextOptions, newest_in, newest_of_job
 from p2ptrain.cluster.console import Console
 from p2ptrain.cluster.split_model import LEAVE_S, plan_split, within
 from p2ptrain.cluster.verifiers import find_verifier
-from p2ptrain.compute.text import ModelText
+from p2ptrain.compute.text import ChatFormat, ModelText
 from p2ptrain.core.errors import Unreachable
 from p2ptrain.core.texts import printable
 from p2ptrain.core.world import real_world
+from roles.compute_thread import ComputeThread
+from roles.serving.local_model import LocalModel, load_local_engine
 from roles.serving.model import ServedModel
 from roles.serving.texts import TextPiece, TextRequest, TextService
 from roles.verifier.client import RemoteText, VerifierClient
@@ -118,9 +120,6 @@ async def _of_this_machine(
     console: Console,
     chats: bool,
 ) -> TextSource:
-    from roles.compute_thread import ComputeThread
-    from roles.serving.local_model import LocalModel, load_local_engine
-
     with console.during(lambda: f"reading {directory}"):
         text = ModelText(directory)
     check(text)
@@ -173,7 +172,6 @@ def _model_source(
     positions: int = 0,
     facts: Callable[[], dict[str, Any]] = dict,
 ) -> TextSource:
-    from p2ptrain.compute.text import ChatFormat
     from roles.verifier.service import ModelTextService
 
     form = ChatFormat(text.tokenizer) if chats else None

@@ -25,8 +25,10 @@ from p2ptrain.cluster.console import Console
 from p2ptrain.cluster.jobs import newest_of
 from p2ptrain.cluster.models import SplitOptions, model_directory
 from p2ptrain.core.adapters import is_model
+from p2ptrain.core.checkpoints import STAGE, STAGES, is_part, read_checkpoint
+from p2ptrain.core.disk import RealDisk
 from p2ptrain.core.errors import StorageError, UserError
-from p2ptrain.core.serving import QUANTIZED, SamplingOptions
+from p2ptrain.core.serving import QUANTIZED, SamplingOptions, StopStrings
 from p2ptrain.core.tensor_files import ADAPTER_CONFIG
 from p2ptrain.core.texts import check_one_of, on_terminal, printable
 
@@ -111,8 +113,6 @@ class TextOptions:
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings, unescaped. Raises ``UserError``."""
-        from p2ptrain.core.serving import StopStrings
-
         texts = tuple(_unescape(text) for text in self.stop)
         StopStrings(texts)
         return texts
@@ -210,9 +210,6 @@ def newest_of_job(seed: str, job: str) -> Path:
 
 def _check_whole(directory: Path, count: int = 0) -> Path:
     """Return ``directory``, and say so if it was chosen from ``count``. Raises ``UserError`` if it is one part's."""
-    from p2ptrain.core.checkpoints import STAGE, STAGES, is_part, read_checkpoint
-    from p2ptrain.core.disk import RealDisk
-
     if count and not json_output.wanted:
         others = f", the newest of {count}; to use another: --checkpoint DIR" if count > 1 else ""
         typer.echo(f"(the model is {printable(str(directory))}{others})", err=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,6 +11,7 @@ from p2ptrain.cli.commands import new_typer
 from p2ptrain.cli.output import print_json, print_table
 from p2ptrain.cli.runtime import JsonOption, SeedOption, YesOption, ask, confirm, is_text, not_empty, option
 from p2ptrain.core.texts import check_one_of, human_seconds, human_time, printable, seconds_of
+from wire.address import ROLES, join_command
 
 if TYPE_CHECKING:
     from wire.records import TicketInfo
@@ -36,8 +38,6 @@ def new(
       p2ptrain ticket new --role verifier
       p2ptrain ticket new --role drafter --expires 1d
     """
-    from wire.address import ROLES
-
     check_one_of("--role", role, ROLES)
     expires_s = seconds_of(expires, "--expires")
     _print_ticket(*ask(seed, lambda client: client.new_ticket(role, expires_s, uses, host)), as_json)
@@ -56,8 +56,6 @@ def code(
       p2ptrain ticket code
       p2ptrain ticket code --role verifier
     """
-    from wire.address import ROLES
-
     check_one_of("--role", role, [role for role in ROLES if role not in ("operator", "seed")])
     digits, expires_at = ask(seed, lambda client: client.new_code(role))
     if as_json:
@@ -76,8 +74,6 @@ def list_tickets(seed: SeedOption = "", as_json: JsonOption = False) -> None:
       p2ptrain ticket list
       p2ptrain ticket list --json
     """
-    import time
-
     tickets = ask(seed, lambda client: client.tickets())
     if as_json:
         print_json({"tickets": [item.to_map() for item in tickets]})
@@ -130,8 +126,6 @@ def rotate(seed: SeedOption = "", yes: YesOption = False, as_json: JsonOption = 
 
 
 def _print_ticket(ticket: TicketInfo, text: str, as_json: bool) -> None:
-    from wire.address import join_command
-
     if as_json:
         print_json({"ticket": ticket.to_map(), "text": text})
         return

@@ -39,7 +39,8 @@ from p2ptrain.cli.runtime import (
 from p2ptrain.cli.text_options import CheckpointOption, DtypeOption, WeightsOption, check_dtype, newest_in
 from p2ptrain.cluster.console import Console, stoppable, unless_stopped
 from p2ptrain.cluster.jobs import UNSAVED, JobSummary
-from p2ptrain.cluster.local_cluster import LocalCluster, own_texts
+from p2ptrain.cluster.local_cluster import LocalCluster, own_texts, part_bytes
+from p2ptrain.cluster.models import SplitOptions, config_text, load_for, resolve_inputs, shape_if_known
 from p2ptrain.cluster.running import default_state_dir
 from p2ptrain.core.errors import EXIT_INTERRUPTED, JobFailed, StorageError, UserError
 from p2ptrain.core.texts import human_seconds, size_of
@@ -138,7 +139,6 @@ def up(options: UpOptions) -> None:
 
 
 def _train(options: UpOptions) -> None:
-    from p2ptrain.cluster.models import load_for, resolve_inputs
     from p2ptrain.cluster.training_run import TrainingPlan, train
 
     of_split = {"checkpoint": options.checkpoint, "spare": options.spare, "memory": options.memory}
@@ -189,8 +189,6 @@ def _train(options: UpOptions) -> None:
 
 def _check_fits(profile: Profile, options: UpOptions) -> None:
     """Refuse a split model that does not fit into this machine's memory. Raises ``ResourceError``."""
-    from p2ptrain.cluster.local_cluster import part_bytes
-    from p2ptrain.cluster.models import shape_if_known
     from p2ptrain.lab.explain.predictions import equal_members, method_of
     from ring.planning.prediction import Calibration, predict
 
@@ -265,7 +263,6 @@ def _print_next(summary: JobSummary, profile: Profile) -> None:
 
 
 def _hold(options: UpOptions, stages: int) -> None:
-    from p2ptrain.cluster.models import SplitOptions, config_text
     from p2ptrain.cluster.split_model import hold_model
 
     if options.http or options.api_keys is not None:

@@ -16,13 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from p2ptrain.cluster.console import Console, stoppable, unless_stopped
 from p2ptrain.cluster.local_cluster import LOOPBACK, LocalCluster, PeerProcess, end_all
 from p2ptrain.core.errors import ConnectionLost, JobFailed, P2PTrainError, UserError
 from p2ptrain.core.island import MOST_PROCESSES, IslandPlace, place_in
 from p2ptrain.core.threads import RealThreads
 
 if TYPE_CHECKING:
-    from p2ptrain.cluster.console import Console
     from p2ptrain.compute.device import ComputeDevice
     from p2ptrain.compute.island import Island
 
@@ -94,8 +94,6 @@ class LeadIsland:
 
     async def run(self, name: str, console: Console, make: MakeIslandWorker, stop: asyncio.Event) -> None:
         """Be the worker of ``make`` until ``stop`` is set, while all processes live. Raises ``P2PTrainError``."""
-        from p2ptrain.cluster.console import unless_stopped
-
         form: Callable[[], FormedIsland] = partial(self._form_island, self._options.place, None)
         if self._options.ours and not self._children:
             form = await self._start(name, console)
@@ -159,8 +157,6 @@ class LeadIsland:
 
 async def follow(options: IslandOptions, *, with_parent: bool) -> None:
     """Be a process of an island that another process leads, until it ends. Raises ``P2PTrainError``."""
-    from p2ptrain.cluster.console import stoppable
-
     console, stop = stoppable(with_parent=with_parent)
     place = options.place
 

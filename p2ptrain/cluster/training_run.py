@@ -16,6 +16,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
+from p2ptrain.cluster.console import LEAVING, Console, unless_stopped
 from p2ptrain.cluster.jobs import UNSAVED, JobObserver, JobSummary, create_job, newest_of, show_step, summarize_job
 from p2ptrain.cluster.local_cluster import LOOPBACK, LocalCluster, PeerProcess, end_all, part_bytes, threads_each
 from p2ptrain.core.adapters import is_model
@@ -25,7 +26,6 @@ from wire.records import FINISHED_STATES, CheckpointInfo, EventInfo, JobInfo, Me
 
 if TYPE_CHECKING:
     from configs.schema import Profile
-    from p2ptrain.cluster.console import Console
     from wire.client import SeedClient
     from wire.schema import Record
 
@@ -96,8 +96,6 @@ async def train(
     Raises:
         P2PTrainError: something could not be started, or a process ended; the error has the process's last words.
     """
-    from p2ptrain.cluster.console import LEAVING, unless_stopped
-
     if plan.http is not None:
         from roles.verifier.http_app import check_place
 

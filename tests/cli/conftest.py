@@ -188,8 +188,12 @@ def measured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def give_parts(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """From now on this machine has so many MiB for parts of models."""
-    place = "p2ptrain.cluster.local_cluster.part_bytes"
-    return lambda mebibytes: monkeypatch.setattr(place, lambda device: mebibytes << 20)
+
+    def give(mebibytes: int) -> None:
+        for place in ("p2ptrain.cluster.local_cluster", "p2ptrain.cli.up"):
+            monkeypatch.setattr(f"{place}.part_bytes", lambda device: mebibytes << 20)
+
+    return give
 
 
 @pytest.fixture

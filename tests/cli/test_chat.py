@@ -21,7 +21,6 @@ from p2ptrain.cli.text import TextSource
 from p2ptrain.cluster.loops import ServiceThread
 from p2ptrain.compute.tokenizer import Tokenizer
 from p2ptrain.core.errors import ConnectionLost, Unreachable
-from roles.serving import local_model as targets
 from roles.serving.texts import TextRequest
 from tests.compute.tiny_trainer import TINY
 from tests.roles.stage_stand_in import stand_in_part
@@ -247,7 +246,7 @@ def test_a_model_of_this_machine_answers(command: Command, tmp_path: Path, monke
     async def load(directory: Path, compute: Any, **_: Any) -> tuple[Any, int]:
         return stand_in_part(CONFIG, 0, 2), 600
 
-    monkeypatch.setattr(targets, "load_local_engine", load)
+    monkeypatch.setattr("p2ptrain.cli.text.load_local_engine", load)
     model_text(tmp_path)
     question = "what is a ring of machines, and what is a chain?"
     outcome = command("chat", "-c", tmp_path, "-n", "12", "--json", stdin=io.StringIO(f"{question}\nand now?\n"))

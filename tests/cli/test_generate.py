@@ -18,7 +18,6 @@ from p2ptrain.cli.text import TextSource
 from p2ptrain.cli.text_options import TextOptions, write
 from p2ptrain.core.errors import ConnectionLost
 from p2ptrain.core.serving import Sampling
-from roles.serving import local_model as targets
 from tests.roles.stage_stand_in import stand_in_part
 from tests.roles.verifier.doubles import CONFIG, GREEDY, model_text, reference, text_of
 from tests.roles.verifier.scripted import ScriptedService, ScriptedWriting
@@ -36,7 +35,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, str, str]]:
         loaded.append((directory, device, dtype))
         return stand_in_part(CONFIG, 0, 2), 600
 
-    monkeypatch.setattr(targets, "load_local_engine", load)
+    monkeypatch.setattr("p2ptrain.cli.text.load_local_engine", load)
     return loaded
 
 
