@@ -32,7 +32,6 @@ class JobObserver:
 
     Args:
         on_step: called with the metrics of each new step.
-        on_record: called with each record, also of other jobs, once it was taken.
 
     Attributes:
         job: the job's id, its beginning or its name; once the seed was reached, its id.
@@ -41,19 +40,13 @@ class JobObserver:
         is_lost: the job ended before its result was saved.
     """
 
-    def __init__(
-        self,
-        job: str,
-        *,
-        on_step: Callable[[MetricRow], object] = lambda row: None,
-        on_record: Callable[[Record], object] = lambda record: None,
-    ) -> None:
+    def __init__(self, job: str, *, on_step: Callable[[MetricRow], object] = lambda row: None) -> None:
         self.job = job
         self.info: JobInfo | None = None
         self.step = 0
         self.peers: dict[str, PeerInfo] = {}
         self.is_lost = False
-        self._on_step, self._on_record = on_step, on_record
+        self._on_step = on_step
         self._failure: P2PTrainError | None = None
         self._news = asyncio.Event()
 
@@ -89,7 +82,6 @@ class JobObserver:
                 self._on_step(record)
             case PeerInfo():
                 self.peers[record.id] = record
-        self._on_record(record)
 
     async def begin(self, client: SeedClient) -> None:
         """Find the job. Raises ``Refused`` if there is none."""

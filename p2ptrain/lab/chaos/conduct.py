@@ -23,14 +23,13 @@ import psutil
 from configs.schema import Profile
 from p2ptrain.cluster.access import MAX_TARGET_BYTES
 from p2ptrain.cluster.console import Console, run_stoppable
-from p2ptrain.cluster.jobs import JobObserver
 from p2ptrain.cluster.local_cluster import LOOPBACK, LocalCluster, PeerProcess, free_port, threads_each
 from p2ptrain.core.checkpoints import CheckpointStore, verify_checkpoint
 from p2ptrain.core.disk import RealDisk, write_atomic
 from p2ptrain.core.errors import JobFailed, P2PTrainError, StorageError, first_error
 from p2ptrain.lab.audit import audit
 from p2ptrain.lab.chaos import judge
-from p2ptrain.lab.chaos.judge import Action, ChaosHistory, ChaosReport, InjectedFault, InvariantResult, ObservedStep
+from p2ptrain.lab.chaos.judge import Action, ChaosObserver, ChaosReport, InjectedFault, InvariantResult, ObservedStep
 from p2ptrain.lab.chaos.proxy import Proxy
 from ring.detector import beat_defaults
 from wire.address import Ticket, format_address, local_ticket_path
@@ -194,8 +193,7 @@ class FaultInjector:
     """
 
     cluster: ProxiedCluster
-    observer: JobObserver
-    history: ChaosHistory
+    observer: ChaosObserver
     console: Console
     done: list[InjectedFault] = field(default_factory=list)
     stuck: list[str] = field(default_factory=list)
@@ -261,7 +259,7 @@ class FaultInjector:
 
         Without such a worker the others would rightly wait for one to come back.
         """
-        steps, views = self.history.steps, self.history.views
+        steps, views = self.observer.steps, self.observer.views
         newest = steps[-1].generation if steps else 0
         members = next((view.members for view in reversed(views) if view.generation == newest), ())
         return bool({self.observer.id_of(slot.name) for slot in self._unharmed(action)[1:]} & set(members))
@@ -279,7 +277,7 @@ class FaultInjector:
         generation = observer.info.generation if observer.info else 0
         injected = InjectedFault(action.number, kind, now(), generation, observer.step, (name,), excused)
         self.done.append(injected)
-        first_step = len(self.history.steps)
+        first_step = len(self.observer.steps)
         try:
             await (self._hurt_seed(action, injected) if slot is None else self._hurt(action, slot, injected))
             injected.until_s = now()
@@ -351,7 +349,7 @@ class FaultInjector:
 
     async def _recovery(self, injected: InjectedFault, first_step: int) -> None:
         def back() -> ObservedStep | None:
-            return judge.find_recovery(injected, self.history.steps[first_step:])
+            return judge.find_recovery(injected, self.observer.steps[first_step:])
 
         await self.observer.until(lambda: self._over or back() is not None, PATIENCE_S)
         if (row := back()) is not None:
@@ -435,10 +433,10 @@ async def conduct(plan: ChaosPlan, report: ChaosReport) -> None:
 class ChaosRun:
     def __init__(self, plan: ChaosPlan, report: ChaosReport, console: Console) -> None:
         self._plan, self._report, self._console = plan, report, console
-        self._cluster, self._history = ProxiedCluster(plan), ChaosHistory()
+        self._cluster = ProxiedCluster(plan)
         self._job_name = Path(plan.profile_name).stem
-        self._observer = JobObserver(self._job_name, on_record=lambda record: self._history.take(record, now()))
-        self._faults = FaultInjector(self._cluster, self._observer, self._history, console)
+        self._observer = ChaosObserver(self._job_name, now)
+        self._faults = FaultInjector(self._cluster, self._observer, console)
 
     async def run(self) -> None:
         plan, report, cluster, observer = self._plan, self._report, self._cluster, self._observer
@@ -457,7 +455,7 @@ class ChaosRun:
                 await self._faults.run(actions, count=plan.count, duration_s=plan.duration_s)
             finally:
                 report.injected_faults, report.seconds, report.steps = self._faults.done, now() - begin_s, observer.step
-                report.steps_per_s = judge.steps_per_s(self._history.steps, begin_s, now())
+                report.steps_per_s = judge.steps_per_s(observer.steps, begin_s, now())
             step = await self._common_checkpoint()
             recorded = [*await self._judge_record(), judge.check_none("no process ended by itself", cluster.failures())]
         finally:
@@ -487,7 +485,7 @@ class ChaosRun:
 
     async def _measure_undisturbed(self) -> None:
         """Measure the speed without faults. Raises ``JobFailed``."""
-        observer, history = self._observer, self._history
+        observer = self._observer
         first = observer.step + 3  # the first steps load kernels and pages
         await observer.until(lambda: observer.step >= first, PATIENCE_S)
         begin_s, step = now(), observer.step
@@ -496,12 +494,12 @@ class ChaosRun:
         await asyncio.sleep(max(0.0, BASELINE_S - (now() - begin_s)))
         if observer.step <= step:
             raise JobFailed(f"no step was committed within {PATIENCE_S:.0f} s before the first fault")
-        rate = self._report.baseline_steps_per_s = judge.steps_per_s(history.steps, begin_s, history.steps[-1].at_s)
+        rate = self._report.baseline_steps_per_s = judge.steps_per_s(observer.steps, begin_s, observer.steps[-1].at_s)
         self._console.event("info", f"undisturbed: {rate:.2f} steps/s; injecting faults now")
 
     async def _common_checkpoint(self) -> int:
         """Wait until all that save have saved the same step, and return it; 0: they did not in time."""
-        observer, history, stuck = self._observer, self._history, self._faults.stuck
+        observer, stuck = self._observer, self._faults.stuck
         self._console.event("info", "no more faults; waiting for all workers and for a checkpoint from each of them")
         if not await observer.until(lambda: observer.is_finished or self._is_whole(), PATIENCE_S):
             stuck.append(f"some workers were not members {PATIENCE_S:.0f} s after the last fault")
@@ -509,9 +507,9 @@ class ChaosRun:
         after, names = observer.step, {slot.name for slot in self._cluster.slots.values()}
 
         def common() -> int:
-            steps = {info.step for info in history.saved.values() if info.step > after}
+            steps = {info.step for info in observer.saved.values() if info.step > after}
             done = observer.info.steps_total if observer.is_finished and observer.info else 0
-            writers = {step: len(names & history.holders(step)) for step in steps}
+            writers = {step: len(names & observer.holders(step)) for step in steps}
             return max((step for step in steps if writers[step] >= self._plan.writers), default=done)
 
         if not await observer.until(lambda: common() > 0, PATIENCE_S):
@@ -539,16 +537,16 @@ class ChaosRun:
 
     async def _judge(self, recorded: list[InvariantResult], step: int) -> None:
         """Judge the rest, when all processes have ended. ``step``: of the checkpoint that all have."""
-        plan, report, observer, history = self._plan, self._report, self._observer, self._history
-        grace_s = 2 * (plan.profile.membership.death_s or beat_defaults(history.rtt_ms)[1])
+        plan, report, observer = self._plan, self._report, self._observer
+        grace_s = 2 * (plan.profile.membership.death_s or beat_defaults(observer.rtt_ms)[1])
         injected_faults = self._faults.done
         lost = [
             event.text
-            for at_s, event in history.events
+            for at_s, event in observer.events
             if event.kind == "lost" and not judge.is_excused(event.peer, at_s, injected_faults, grace_s)
         ]
-        dropped = judge.list_evictions(history.views, injected_faults, observer.names, grace_s)
-        drift = [event.text for _, event in history.events if event.kind == "drift"]
+        dropped = judge.list_evictions(observer.views, injected_faults, observer.names, grace_s)
+        drift = [event.text for _, event in observer.events if event.kind == "drift"]
         damaging = any(injected.kind == "corrupt" for injected in injected_faults) and not plan.tls
         names = [slot.name for slot in self._cluster.slots.values()]
         found = await asyncio.to_thread(read_saved_states, plan.root, observer.job, step, names)

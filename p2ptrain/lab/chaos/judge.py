@@ -1,4 +1,4 @@
-"""The schedule of faults, and the checks on what a run observed. Pure functions.
+"""The schedule of faults, what a run observed, and the checks on that. Nothing here reads a clock.
 
 A schedule depends only on its seed. It names an ``order`` of workers, and the first healthy one gets the fault. So the
 schedule does not depend on the speed of the machine.
@@ -15,9 +15,10 @@ import math
 import random
 import shlex
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+from p2ptrain.cluster.jobs import JobObserver
 from p2ptrain.core.errors import UserError
 from p2ptrain.core.texts import check_one_of, join_some
 from roles.seed.events import INTERVAL_S
@@ -140,8 +141,8 @@ class ObservedView:
     members: tuple[str, ...]
 
 
-class ChaosHistory:
-    """What the seed reported of its only job, in order of arrival.
+class ChaosObserver(JobObserver):
+    """Keeps what the seed reported of the run's only job, in order of arrival by ``clock``, in monotonic seconds.
 
     Attributes:
         steps: a repeated row is kept once. events: with their times.
@@ -149,12 +150,14 @@ class ChaosHistory:
         rtt_ms: the longest reported round trip of a worker's connection, from which the seed derives deadlines.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, job: str, clock: Callable[[], float]) -> None:
+        super().__init__(job)
         self.steps: list[ObservedStep] = []
         self.views: list[ObservedView] = []
         self.events: list[tuple[float, EventInfo]] = []
         self.saved: dict[str, CheckpointInfo] = {}
         self.rtt_ms = 0.0
+        self._clock = clock
         self._step_keys: set[tuple[int, int]] = set()
         self._last_event = 0
 
@@ -162,20 +165,22 @@ class ChaosHistory:
         """Names of the workers that have saved this step."""
         return {info.peer_name for info in self.saved.values() if info.step == step}
 
-    def take(self, record: Record, now: float) -> None:
+    def take(self, record: Record) -> None:
+        super().take(record)
+        at_s = self._clock()
         match record:
-            case JobInfo() if record.state == "running" and record.members:
-                view = record.generation, tuple(record.members)
+            case JobInfo() if self.members:
+                view = record.generation, self.members
                 if not self.views or (self.views[-1].generation, self.views[-1].members) != view:
-                    self.views.append(ObservedView(now, *view))
+                    self.views.append(ObservedView(at_s, *view))
             case MetricRow():
                 key = (record.step, record.generation or 0)
                 if key not in self._step_keys:
                     self._step_keys.add(key)
-                    self.steps.append(ObservedStep(now, *key))
+                    self.steps.append(ObservedStep(at_s, *key))
             case EventInfo() if record.id > self._last_event:
                 self._last_event = record.id
-                self.events.append((now, record))
+                self.events.append((at_s, record))
             case PeerInfo() if record.rtt_ms is not None:
                 self.rtt_ms = max(self.rtt_ms, record.rtt_ms)
             case CheckpointInfo():

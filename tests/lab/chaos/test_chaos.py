@@ -23,7 +23,7 @@ from p2ptrain.lab.chaos.judge import (
     KINDS,
     LASTS_S,
     Attack,
-    ChaosHistory,
+    ChaosObserver,
     ChaosReport,
     InjectedFault,
     InvariantResult,
@@ -218,7 +218,7 @@ async def test_whoever_is_frozen_goes_on_when_a_run_is_left(tmp_path: Path) -> N
         await process.wait()
 
 
-# ----------------------------------------------------------------------------------------------------------- history
+# ---------------------------------------------------------------------------------------------------------- observer
 
 
 def job(generation: int, members: list[str], state: str = "running") -> JobInfo:
@@ -226,21 +226,23 @@ def job(generation: int, members: list[str], state: str = "running") -> JobInfo:
 
 
 def test_what_a_seed_tells_again_is_kept_once_and_at_its_first_time() -> None:
-    history = ChaosHistory()
-    for at_s in (1.0, 2.0):
-        history.take(MetricRow("j", 7, 0.0, generation=2), at_s)
-        history.take(EventInfo(3, 0.0, "info", "lost", "x"), at_s)
-    history.take(MetricRow("j", 7, 0.0, generation=3), 3.0)
-    assert history.steps == [ObservedStep(1.0, 7, 2), ObservedStep(3.0, 7, 3)]
-    assert [at_s for at_s, _ in history.events] == [1.0]
+    times_s = iter((1.0, 1.0, 2.0, 2.0, 3.0))
+    observer = ChaosObserver("j", lambda: next(times_s))
+    for _ in range(2):
+        observer.take(MetricRow("j", 7, 0.0, generation=2))
+        observer.take(EventInfo(3, 0.0, "info", "lost", "x"))
+    observer.take(MetricRow("j", 7, 0.0, generation=3))
+    assert observer.steps == [ObservedStep(1.0, 7, 2), ObservedStep(3.0, 7, 3)]
+    assert [at_s for at_s, _ in observer.events] == [1.0]
 
 
 def test_views_are_those_of_a_running_ring() -> None:
-    history = ChaosHistory()
+    times_s = iter((1.0, 2.0, 3.0, 4.0, 5.0))
+    observer = ChaosObserver("j", lambda: next(times_s))
     reports = (job(1, ["a", "b"]), job(1, ["a", "b"]), job(1, [], "waiting"), job(2, ["a"]), job(2, ["a"], "done"))
-    for at_s, info in enumerate(reports, start=1):
-        history.take(info, float(at_s))
-    assert history.views == [ObservedView(1.0, 1, ("a", "b")), ObservedView(4.0, 2, ("a",))]
+    for info in reports:
+        observer.take(info)
+    assert observer.views == [ObservedView(1.0, 1, ("a", "b")), ObservedView(4.0, 2, ("a",))]
 
 
 # ------------------------------------------------------------------------------------------------------------ attacks
