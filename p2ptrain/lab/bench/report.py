@@ -8,7 +8,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -143,7 +143,3 @@ def times(factor: float) -> str:
 
 def per_cent(part: float) -> str:
     return f"{100 * part:.1f} %"
-
-
-def mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if values else 0.0

@@ -12,13 +12,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
 from configs.schema import Profile
 from p2ptrain.core.errors import JobFailed
 from p2ptrain.core.texts import human_bytes, human_duration
 from p2ptrain.lab.bench.network import BenchRing, form_ring, open_gloo
-from p2ptrain.lab.bench.report import BenchReport, Case, Contender, mean, per_cent, times
+from p2ptrain.lab.bench.report import BenchReport, Case, Contender, per_cent, times
 from p2ptrain.lab.bench.runner import Answer, Bench
 from ring.session import RingSession
 from ring.token import Flag, Shares, Token, balance_counts, difference, first_lineage, next_lineage
@@ -131,7 +132,7 @@ async def measure_steps(bench: Bench, plan: StepPlan, report: BenchReport) -> No
             report.notes += answers[0]["notices"]
             for fact in TIMES if first and name in modes else ():
                 steps = zip(*(answer[fact] for answer in answers), strict=True)
-                facts[fact] += [mean(step) for step in steps]
+                facts[fact] += [fmean(step) for step in steps]
             return [max(step) for step in zip(*(answer["seconds"] for answer in answers), strict=True)]
 
         await bench.interleave(report, case, sample, rounds=math.ceil(plan.steps / BLOCK_STEPS))
@@ -154,7 +155,7 @@ def summarize(case: Case) -> list[str]:
     facts["exact_to_usual_step"] = case.ratio(RING, USUAL)
     facts["hidden"] = max(0.0, 1 - exposed_s / communicating_s) if communicating_s else None
     notes = [
-        f"communication: a step waits {human_duration(mean(ring['exposed_s']))} for the ring after its backward "
+        f"communication: a step waits {human_duration(fmean(ring['exposed_s']))} for the ring after its backward "
         f"pass; {human_bytes(facts['reduce_bytes'])} a step; hidden: the part that overlaps the backward pass"
     ]
     if (factor := facts["exact_to_usual_step"]) is not None:
@@ -167,8 +168,8 @@ def summarize_device(case: Case) -> list[str]:
     worker, facts = case.contenders[RING], case.facts
     facts |= {"worker_to_plain": case.ratio(PLAIN, RING), "worker_to_compiled": case.ratio(COMPILED, RING)}
     facts |= {"blocks_to_plain": case.ratio(PLAIN, BLOCKS), "blocks_to_compiled": case.ratio(COMPILED, BLOCKS)}
-    phases_s = {title: mean(worker.facts[name]) for name, title in PHASES.items()}
-    phases_s["other"] = max(0.0, mean(worker.seconds) - math.fsum(phases_s.values()))
+    phases_s = {title: fmean(worker.facts[name]) for name, title in PHASES.items()}
+    phases_s["other"] = max(0.0, fmean(worker.seconds) - math.fsum(phases_s.values()))
     facts["phases_s"] = phases_s
     parts = ", ".join(f"{title} {human_duration(seconds)}" for title, seconds in phases_s.items())
     notes = [
