@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from configs.schema import Profile
+from configs.schema import Membership, Profile
 from p2ptrain.core.errors import ProtocolError
 from p2ptrain.core.plugins import lacking
 from p2ptrain.core.world import Clock, Probe
@@ -436,6 +436,8 @@ class JobController:
             [peer.rtt_ms for peer in peers], [edge.latency_s if edge else None for edge in edges]
         )
         # Neighbours must agree on the beats.
+        chosen = self.profile.membership if self.profile else Membership()
+        heartbeat_s, death_s = chosen.heartbeat_s or heartbeat_s, chosen.death_s or death_s
         view = replace(view, heartbeat_s=heartbeat_s, death_s=death_s, ledger_step=ledger_step)
         for peer in peers:
             peer.detector.late_s = 0.0  # it has loaded its libraries; what it does next is learned anew

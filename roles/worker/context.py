@@ -27,14 +27,6 @@ BuildEngine = Callable[[Profile, Stage], Engine]
 
 
 @dataclass(frozen=True, slots=True)
-class BeatTimes:
-    """Interval of heartbeats between neighbours, and the silence that counts as death. The seed sends its own."""
-
-    heartbeat_s: float = 0.5
-    death_s: float = 2.0
-
-
-@dataclass(frozen=True, slots=True)
 class PeerContext:
     """This worker, for the parts of it that serve other peers and dial them.
 
@@ -90,7 +82,6 @@ class Context(PeerContext):
         build_progress: what ``build_engine`` does now and how far it is; empty: nothing that takes long.
     """
 
-    beats: Callable[[], BeatTimes]
     inbound: Inbound
     disk: Thread
     notify: Notify

@@ -26,7 +26,7 @@ from ring import member_events as ev
 from ring.job_member import JobMember
 from ring.token import joined_digest, next_lineage
 from roles.engine import WHOLE, Engine, Stage
-from roles.line import Line
+from roles.line import QUIET_S, Line
 from roles.snapshots import CHUNK_BYTES, digest_of, state_bytes
 from roles.worker.context import Context
 from roles.worker.heal_source import ANSWER_S, DIGEST_BYTES, STEP, TABLE, chunks_of, log_limit_bytes
@@ -453,7 +453,7 @@ class Healer:
         ahead = [*same_part[own:], *same_part[:own]]  # each healing member begins with other sources
         sources = [member for member in ahead if member.healthy]
         have = (-1, "") if instruction.torn or core.applied >= view.step else (core.applied, core.lineage)
-        silence_s = max(view.death_s, self._context.beats().death_s)
+        silence_s = max(view.death_s, QUIET_S)
         request = HealRequest(core.job, view.step, view.lineage, silence_s, *have, stage=self.stage.index)
         try:
             return await self._to_the_start(request, view.generation, sources, engine)
@@ -579,7 +579,7 @@ class Follower:
     async def _follow(self, message: CatchUp, engine: Engine) -> None:
         context, core = self._context, self._core
         have = (-1, "") if core.torn else (core.applied, core.lineage)
-        request = HealRequest(core.job, -1, "", context.beats().death_s, *have, stage=self._healer.stage.index)
+        request = HealRequest(core.job, -1, "", QUIET_S, *have, stage=self._healer.stage.index)
 
         def on_torn() -> None:
             self._handle(ev.StateTorn())

@@ -73,7 +73,7 @@ class JobRunner:
         self.core: JobMember = core
         self.state = JobState(context, core, profile, stage, files, self._tasks, request=self.request)
         self._restore = restore  # where the next load begins
-        self.connections = ViewConnections(context, profile, on_broken=self._handle)
+        self.connections = ViewConnections(context, on_broken=self._handle)
         healer = Healer(context, core, progress=self.state.count_progress, stage=stage)
         self.activity_runner: ActivityRunner
         if isinstance(core, VersionMember):

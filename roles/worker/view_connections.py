@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
-from configs.schema import Profile
 from p2ptrain.core.errors import NetworkError
 from ring import member_events as ev
 from ring.chain import Chain
@@ -53,8 +51,8 @@ class ViewConnections:
         state_bytes: size of this member's state.
     """
 
-    def __init__(self, context: Context, profile: Profile, *, on_broken: Callable[[ev.ViewBroken], None]) -> None:
-        self._context, self._membership, self._on_broken = context, profile.membership, on_broken
+    def __init__(self, context: Context, *, on_broken: Callable[[ev.ViewBroken], None]) -> None:
+        self._context, self._on_broken = context, on_broken
         self._ring: RingSession | None = None
         self._sessions: list[RingSession | Chain] = []
         self.messages: DirectMessages | None = None
@@ -85,7 +83,7 @@ class ViewConnections:
 
     async def ring(self, view: View, topology: Topology = Topology.RING) -> RingSession:
         timeout_s = forming_s(view, self.state_bytes)
-        session = await RingSession.form(self._context, self._with_beats(view), timeout_s=timeout_s, topology=topology)
+        session = await RingSession.form(self._context, view, timeout_s=timeout_s, topology=topology)
         self._sessions.append(session)
         self._watch(session)
         return session
@@ -93,7 +91,7 @@ class ViewConnections:
     async def chain(self, view: View, *, activation_bytes: int, gradient_bytes: int) -> Chain:
         chain = await Chain.form(
             self._context,
-            self._with_beats(view),
+            view,
             activation_bytes=activation_bytes,
             gradient_bytes=gradient_bytes,
             timeout_s=forming_s(view, self.state_bytes),
@@ -128,14 +126,6 @@ class ViewConnections:
         received += sum(links.bytes_in for links in counted) + (self.messages.bytes_in if self.messages else 0)
         return received, sent + sum(links.bytes_out for links in counted) + (
             self.messages.bytes_out if self.messages else 0
-        )
-
-    def _with_beats(self, view: View) -> View:
-        beats = self._context.beats()
-        return replace(
-            view,
-            heartbeat_s=self._membership.heartbeat_s or view.heartbeat_s or beats.heartbeat_s,
-            death_s=self._membership.death_s or view.death_s or beats.death_s,
         )
 
     def _watch(self, session: RingSession | Chain) -> None:

@@ -36,7 +36,7 @@ from roles.strategies import strategy_of
 from roles.strategies.strategy import Factory
 from roles.worker.checkpoint_assembler import FileSender, checkpoints_dir
 from roles.worker.checkpoint_store import CheckpointFiles, lineage_of
-from roles.worker.context import BeatTimes, BuildEngine, Context
+from roles.worker.context import BuildEngine, Context
 from roles.worker.drafts import OpenDrafter, WorkerDrafts
 from roles.worker.job_state import JobFiles, RestorePoint
 from roles.worker.links import Prober, ProbeResponder
@@ -118,7 +118,6 @@ class Worker(MemberProcess):
         self._warm_up = warm_up
         self._probe_responder = ProbeResponder()
         self._file_sender = FileSender(world.disk, self._disk, identity.directory / JOBS, self._wait_for_save)
-        self._beats = BeatTimes()
         self._runner: JobRunner | None = None
         self._earlier_jobs_bytes = 0  # sent in the rings of the jobs before this one
         self._job_task: asyncio.Task[None] | None = None
@@ -127,7 +126,6 @@ class Worker(MemberProcess):
             peer_id=self.peer_id,
             name=self.name,
             seed_at=lambda: self._link.host,
-            beats=lambda: self._beats,
             inbound=Inbound(),
             compute=ComputeThread(world.threads),
             disk=self._disk,
@@ -219,7 +217,6 @@ class Worker(MemberProcess):
         return Heartbeat(0, runner.state.progress, runner.core.applied, state, stats)
 
     def _on_welcome(self, welcome: Welcome) -> None:
-        self._beats = BeatTimes(welcome.heartbeat_s, welcome.death_s)
         self._drafting.order("")  # a seed that was away orders anew
         if self._stages is not None:
             self._stages.report_anew()

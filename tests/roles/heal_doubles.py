@@ -22,7 +22,7 @@ from ring.token import first_lineage, next_lineage
 from ring.view import View
 from roles.line import Line
 from roles.snapshots import Snapshots, digest_of
-from roles.worker.context import BeatTimes, PeerContext
+from roles.worker.context import PeerContext
 from roles.worker.heal_source import HealSource
 from wire.connection import Connection
 from wire.handshake import local_welcome, serve
@@ -54,7 +54,6 @@ def around_of(world: World, told: list[tuple[str, str, str]], peer_id: str = "me
         peer_id=peer_id,
         name=peer_id,
         seed_host=seed_host,
-        beats=BeatTimes,
         notify=lambda *notice: told.append(notice),
         notify_here=lambda *notice: told.append(notice),
     )
