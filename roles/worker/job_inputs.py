@@ -25,7 +25,6 @@ from p2ptrain.core.errors import DiskFull, NetworkError, P2PTrainError, Protocol
 from p2ptrain.core.tensor_files import INDEX_FILE
 from p2ptrain.core.text_files import STORE_FILES, find_files, is_stdlib
 from p2ptrain.core.texts import human_bytes, shortened
-from p2ptrain.core.threads import Thread
 from p2ptrain.core.tokenizer_files import TEXT_FILES, TOKENIZER_FILES, vocabulary_size
 from roles.line import QUIET_S
 from roles.model_directory import (
@@ -72,7 +71,8 @@ class JobInputs:
     def __init__(self, context: Context, job: str, directory: Path) -> None:
         self._context, self._job = context, job
         self._disk, self._places_file = context.world.disk, directory / PLACES_FILE
-        self._thread: Thread | None = None
+        # Reads, writes and hashes; apart from the one of checkpoints, because it takes long.
+        self._thread = context.world.threads.start("inputs of the job")
         self._sources: Mapping[str, Path] = {}  # what this worker can send
         self._opened: dict[str, asyncio.Future[ModelDirectory]] = {}
         self._recipients = 0
@@ -81,15 +81,7 @@ class JobInputs:
 
     def close(self) -> None:
         self._sources = {}
-        if self._thread is not None:
-            self._thread.close()
-
-    @property
-    def thread(self) -> Thread:
-        """Reads, writes and hashes; apart from the one of checkpoints, because it takes long."""
-        if self._thread is None:
-            self._thread = self._context.world.threads.start("inputs of the job")
-        return self._thread
+        self._thread.close()
 
     # ------------------------------------------------------------------------------------------------------- fetching
 
@@ -101,7 +93,7 @@ class JobInputs:
             value = profile.value(key)
             if not value or not _is_shared(profile, key):
                 continue
-            missing = await self.thread.submit(partial(_find_missing, profile, key))
+            missing = await self._thread.submit(partial(_find_missing, profile, key))
             if missing:
                 table, _, name = key.partition(".")
                 place = str(await self._find_or_fetch(key, value, missing))
@@ -117,7 +109,7 @@ class JobInputs:
         self._sources = {key: place for key, place in places.items() if _is_shared(profile, key)}
 
     async def _find_or_fetch(self, key: str, value: str, missing: str) -> Path:
-        places = await self.thread.submit(self._read_places)
+        places = await self._thread.submit(self._read_places)
         if (known := places.get(key)) is not None and known[0] == value and self._disk.is_dir(Path(known[1])):
             return _named(Path(known[1]), value)
         notice_at, pause_s = 0.0, FIRST_PAUSE_S
@@ -141,8 +133,8 @@ class JobInputs:
                 self.progress = ""
             await asyncio.sleep(RETRY_S)
         places[key] = [value, str(found)]
-        await self.thread.submit(partial(self._disk.make_dir, self._places_file.parent))
-        await self.thread.submit(partial(write_atomic, self._disk, self._places_file, json.dumps(places).encode()))
+        await self._thread.submit(partial(self._disk.make_dir, self._places_file.parent))
+        await self._thread.submit(partial(write_atomic, self._disk, self._places_file, json.dumps(places).encode()))
         return _named(found, value)
 
     def _read_places(self) -> dict[str, list[str]]:
@@ -153,7 +145,7 @@ class JobInputs:
 
     async def _fetch(self, key: str, value: str) -> Path:
         context, problems = self._context, list[str]()
-        receiver = ModelReceiver(key, self.thread)
+        receiver = ModelReceiver(key, self._thread)
         async with AsyncExitStack() as stack:
             for member in await context.ask_members():
                 hello = context.hello("input", self._job, capabilities={"input": key})
@@ -173,29 +165,29 @@ class JobInputs:
         own = Path(value).name if key == "model.tokenizer" else ""  # a file may have any name
         if unknown := [name for name in files if not _is_needed(key, name) and name != own]:
             raise ProtocolError(f"a worker offers {unknown[0]!r} as a file of {key}")
-        kept = await self.thread.submit(self._context.inputs_dir)
+        kept = await self._thread.submit(self._context.inputs_dir)
         place = kept / compute_model_id("", records.values())
         draft, began, sources = place.with_suffix(".part"), self._context.world.clock.now(), receiver.sources
-        await self.thread.submit(partial(self._disk.make_dir, kept))
-        lock = await self.thread.submit(partial(self._disk.try_lock, place.with_suffix(".lock")))
+        await self._thread.submit(partial(self._disk.make_dir, kept))
+        lock = await self._thread.submit(partial(self._disk.try_lock, place.with_suffix(".lock")))
         if lock is None:
             raise NetworkError(f"another process of this machine fetches it to {place}")
         with ExitStack() as held:
-            held.callback(self.thread.submit, lock.close)  # after a write that is not waited for any more
+            held.callback(self._thread.submit, lock.close)  # after a write that is not waited for any more
             if self._disk.is_dir(place):
                 return place
-            wanted = await self.thread.submit(partial(self._begin, draft, files))
+            wanted = await self._thread.submit(partial(self._begin, draft, files))
             received_bytes, missing_bytes = 0, sum(record.size_bytes for record in wanted)
             more = {"ahead_bytes": 0} if self._most_bps else {}
             async for record, data in receiver.tensors(wanted, **more):
                 file = draft / file_of(record)
-                await self.thread.submit(partial(self._disk.append_file, file, memoryview(data)))
+                await self._thread.submit(partial(self._disk.append_file, file, memoryview(data)))
                 received_bytes += len(data)
                 if self._most_bps:
                     await asyncio.sleep(began + 8 * received_bytes / self._most_bps - self._context.world.clock.now())
                 share = received_bytes / max(missing_bytes, 1)  # 0: of an empty file with a false digest
                 self.progress = f"fetching {key}: {share:.0%} of {human_bytes(missing_bytes)}"
-            await self.thread.submit(partial(self._publish, draft, place, files))
+            await self._thread.submit(partial(self._publish, draft, place, files))
         took_s = self._context.world.clock.now() - began
         text = f"fetched {key}: {human_bytes(received_bytes)} from {', '.join(sources)} in {took_s:.1f} s"
         self._context.notify("info", "fetched", text)
@@ -246,7 +238,7 @@ class JobInputs:
         if key not in self._sources:
             return f"it does not have {key} yet, or does not send it"
         if key not in self._opened:
-            self._opened[key] = self.thread.submit(partial(_open_input, self._sources[key], key))
+            self._opened[key] = self._thread.submit(partial(_open_input, self._sources[key], key))
         opened = self._opened[key]
         if not opened.done():
             return f"it is reading its files of {key}"
@@ -265,7 +257,7 @@ class JobInputs:
             return
         self._recipients += 1
         try:
-            sent_bytes = await give(connection, opened, self.thread, is_open=lambda: bool(self._sources))
+            sent_bytes = await give(connection, opened, self._thread, is_open=lambda: bool(self._sources))
         finally:
             self._recipients -= 1
         if sent_bytes:
