@@ -48,11 +48,15 @@ def reduce_into(out: Array, left: Array, right: Array, dtype: str, reduction: np
     Integers wrap around. Float overflow gives infinity, infinity minus infinity gives NaN, and NaN stays NaN: the
     step's finite check judges them, not this function.
     """
-    if dtype == "bfloat16":
-        _reduce_bfloat16_into(out, left, right, reduction)
-        return
     with np.errstate(all="ignore"):
-        reduction(left, right, out=out)
+        if dtype != "bfloat16":
+            reduction(left, right, out=out)
+            return
+        total, operand = np.empty(left.shape, np.float32), np.empty(right.shape, np.float32)
+        widen_bfloat16(left, total)
+        widen_bfloat16(right, operand)
+        reduction(total, operand, out=total)
+        round_to_bfloat16(total, out, operand.view(np.uint32))
 
 
 def divide(array: Array, divisor: int, dtype: str) -> None:
@@ -89,12 +93,3 @@ def round_to_bfloat16(values: Array, out: Array, scratch: Array | None = None) -
 def widen_bfloat16(stored: Array, out: Array) -> None:
     """Convert bfloat16 ``stored`` (numel,), as uint16, to float32 ``out`` (numel,). Exact."""
     np.left_shift(stored, np.uint32(16), out=out.view(np.uint32), dtype=np.uint32, casting="unsafe")
-
-
-def _reduce_bfloat16_into(out: Array, left: Array, right: Array, reduction: np.ufunc) -> None:
-    total, operand = np.empty(left.shape, np.float32), np.empty(right.shape, np.float32)
-    widen_bfloat16(left, total)
-    widen_bfloat16(right, operand)
-    with np.errstate(all="ignore"):
-        reduction(total, operand, out=total)
-    round_to_bfloat16(total, out, operand.view(np.uint32))
