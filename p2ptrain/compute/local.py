@@ -89,7 +89,6 @@ class LocalSteps(StepUpdate):
         self._counts = InnerSteps(flat.numel, flat.decayed_numel, fragments=spec.fragments, overlap=spec.overlap)
         self._moments_steps = 0  # inner steps since the moments were zero
         self._targets = 0.0  # of the losses in ``FlatModel.loss_sum``
-        self._noise = NO_NOISE
         self._share, self._done = 1, 0  # micro-batches of the step at this member; those of its inner steps so far
 
     def begin_step(self, step: int, count: int) -> bool:
@@ -123,10 +122,6 @@ class LocalSteps(StepUpdate):
         gradients.zero_()
         self._targets += targets
         self._counts.count(micro_batches)
-
-    def use_noise(self, std: float, key: bytes) -> None:
-        """Add noise to the next contribution, with a clip norm. See ``roles.engine.NoiseInput``."""
-        self._noise = std, key
 
     def finish(self) -> None:
         sent = self._counts.send()

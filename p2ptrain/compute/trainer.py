@@ -177,7 +177,7 @@ class Trainer:
         self.exact = recipe.spec.exact
         self.exchanged, self.partial_square_sum = self._buffer.exchanged, self._buffer.partial_square_sum
         self.contributed_square_sum = self._buffer.contributed_square_sum
-        self.noise = update if isinstance(update, LocalSteps | ClippedGradients) else None
+        self.noise = update if self._spec.withholds_losses else None
         self.slots = update if isinstance(update, ExactAverage) else None
         self.device = recipe.device.label
         self.data = TrainingData(

@@ -46,6 +46,7 @@ class StepUpdate(Protocol):
     shared: dict[str, Tensor]
     schedule: OptimizerSchedule
     max_scalar: float
+    _noise: tuple[float, bytes] = NO_NOISE  # of the next contribution
 
     def begin_step(self, step: int, count: int) -> bool:
         """Begin step ``step``, of which this member computes ``count`` micro-batches, maybe none. Returns whether the
@@ -55,6 +56,10 @@ class StepUpdate(Protocol):
         """Use the gradient in ``FlatModel.gradients``, of so many micro-batches, if it does not add up. ``targets``:
         theirs / tokens of a micro-batch."""
         return
+
+    def use_noise(self, std: float, key: bytes) -> None:
+        """See ``roles.engine.NoiseInput``; of updates that clip contributions."""
+        self._noise = std, key
 
     def finish(self) -> None:
         """Complete ``contribution``."""
@@ -141,7 +146,6 @@ class ClippedGradients(SummedGradients):
         super().__init__(flat, schedule)
         self.contribution = torch.zeros_like(flat.gradients)
         self._micro_batches, self._clip_norm = micro_batches, clip_norm
-        self._noise = NO_NOISE
 
     def begin_step(self, step: int, count: int) -> bool:
         self.contribution.zero_()
@@ -152,10 +156,6 @@ class ClippedGradients(SummedGradients):
         clip(gradient, self._clip_norm)
         self.contribution[: self.numel].add_(gradient, alpha=1 / self._micro_batches)
         self._flat.gradients.zero_()
-
-    def use_noise(self, std: float, key: bytes) -> None:
-        """See ``roles.engine.NoiseInput``."""
-        self._noise = std, key
 
     def finish(self) -> None:
         (std, key), self._noise = self._noise, NO_NOISE
