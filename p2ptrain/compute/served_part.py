@@ -83,21 +83,17 @@ def load_whole(
         layers = config_of(text).num_hidden_layers
         builder = ServedPartBuilder(PartSpec(text, 0, layers, layers, dtype, device, weights), table.entries)
     except NotSplit:
-        part = _load_unsplit(PartSpec(text, 0, 1, 1, dtype, device, weights), directory, on_bytes)
+        place = pick_device(device)
+        loaded, encoding = load_module(directory, place, dtype, weights)
+        model = WholeModel(loaded)
+        on_bytes(model.weights_bytes, model.weights_bytes)
+        part = ServedPart(model, DTYPES[encoding], place)
     else:
         builder.place_all(table, on_bytes)
         part = builder.finish()
-    for name, place in (adapters or {}).items():
-        part.add_adapter(name, MergedTable(read_adapter(place, directory)))
+    for name, adapter in (adapters or {}).items():
+        part.add_adapter(name, MergedTable(read_adapter(adapter, directory)))
     return part
-
-
-def _load_unsplit(spec: PartSpec, directory: Path, on_bytes: OnBytes) -> ServedPart:
-    device = pick_device(spec.device)
-    loaded, dtype = load_module(directory, device, spec.dtype, spec.weights)
-    model = WholeModel(loaded)
-    on_bytes(model.weights_bytes, model.weights_bytes)
-    return ServedPart(model, DTYPES[dtype], device)
 
 
 def load_module(directory: Path, device: ComputeDevice, wanted: str = "", weights: str = "") -> tuple[Any, str]:
