@@ -19,11 +19,9 @@ divides. A sum in fp32 errs by up to (M - 1) * 2^-24 of its largest partial sum.
 
 Noise. ChaCha20 (RFC 8439) makes random numbers from a key, and Gaussian noise is made from those.
 
-Inner steps. With DiLoCo (``compute.local``) ``InnerSteps`` counts which inner steps a contribution holds. With
-*fragments* a step exchanges one fragment of the parameters, and the member keeps its own copy of the rest. If steps
-*overlap*, a member contributes the inner steps that it has when the step begins. With either, the inner steps of an
-aborted step stay in the member's own copy, and count when the step is repeated. Else each step begins with a new copy
-of the shared parameters.
+Inner steps. ``InnerSteps`` counts which inner steps of DiLoCo a contribution holds (``compute.local``). With fragments,
+or if steps overlap, the inner steps of an aborted step stay in the member's own copy, and count when the step is
+repeated. Else each step begins with a new copy of the shared parameters.
 """
 
 from __future__ import annotations

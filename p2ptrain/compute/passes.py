@@ -262,8 +262,7 @@ class Passes:
 
     def validation_forward(self, index: int, inputs: Payload | None) -> tuple[Payload | None, float, int]:
         self._recipe.tuning.draw_masks(None, self._device)
-        lost = translate_lost_members() if self._recipe.shard is not None else nullcontext()
-        with torch.no_grad(), self._recipe.arithmetic(), _memory_errors(), lost:
+        with torch.no_grad(), self._recipe.arithmetic(), _memory_errors(), translate_lost_members():
             batch = self._batches.validation_batch(index)
             outputs = self.compute(self._entering(batch, inputs), batch)
         if not self._recipe.part.last:

@@ -139,8 +139,7 @@ class Trainer:
 
     Args:
         recipe: of the model, a stage or a shard. Only the last stage computes losses, but ``apply`` expects their sum
-            in ``reduce_buffer[-1]`` of every stage. All members of a shard's mesh make the same calls of
-            ``micro_batch`` and ``validate`` at the same time, with different micro-batches.
+            in ``reduce_buffer[-1]`` of every stage.
         processes: see ``MicroBatchReader``. on_progress: see ``load_corpus``.
         make_buffer, make_state: an island has its own.
 
@@ -186,7 +185,7 @@ class Trainer:
             windows=len(self.batches.corpus.training),
             tokens_per_micro_batch=self._spec.micro_batch_tokens,
             validation_batches=self.batches.validation_count,
-            store=self.batches.corpus.store.directory if self.batches.corpus.store is not None else None,
+            store=self.batches.corpus.store.directory,
         )
         if frozen := recipe.tuning.frozen_digest:
             base = frozen if recipe.stage.is_whole else recipe.initial_digest.hex()
