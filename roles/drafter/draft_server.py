@@ -108,12 +108,11 @@ class DraftServer:
         self.right = self.wrong = 0
         self._now = world.clock.now
         self._callers: set[_Caller] = set()
-        self._sessions: set[_Session] = set()
         self._tasks = Background()
 
     @property
     def sessions(self) -> int:
-        return len(self._sessions)
+        return sum(len(caller.sessions) for caller in self._callers)
 
     def describe(self) -> list[Serving]:
         """What the seed lists of this drafter."""
@@ -188,17 +187,15 @@ class DraftServer:
         positions = min(opening.positions, self._model.context or opening.positions)
         session = _Session(stream, caller, core, opening, sampling, positions)
         caller.sessions[stream] = session
-        self._sessions.add(session)
         self._carry_out(session, core.next_instructions())
         session.task = self._tasks.start(self._draft(session), f"draft {stream} of {caller.name}")
 
     def _give_up(self, session: _Session, problem: P2PTrainError) -> None:
-        if session in self._sessions:
+        if session.stream in session.caller.sessions:
             session.caller.send(encode_refusal(problem), stream=session.stream)
             self._close(session)
 
     def _close(self, session: _Session) -> None:
-        self._sessions.discard(session)
         session.caller.sessions.pop(session.stream, None)
         if session.task is not None:
             session.task.cancel()

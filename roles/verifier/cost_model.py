@@ -96,7 +96,7 @@ class DrafterModel:
     def restart_s(self) -> float:
         return 2 * self.latency_s + self.draft.seconds
 
-    def token_s(self, step_s: float, *, sessions: int = 0) -> float:
+    def token_s(self, step_s: float, sessions: int) -> float:
         """Approximate time per token beside ``sessions`` other sessions: a draft, or after a wrong one a new line and a
         pass."""
         draft_s = (1 + sessions) * self.draft.seconds

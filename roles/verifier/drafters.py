@@ -92,7 +92,7 @@ class DrafterLink:
 
     Attributes:
         at: address of the drafter. model: its averages. line: the connection; None: there is none.
-        is_connected: the drafter answers.
+        is_connected: the drafter answers. sessions: by stream.
     """
 
     def __init__(self, drafters: Drafters, at: DrafterAddress) -> None:
@@ -103,13 +103,9 @@ class DrafterLink:
         self._drafters, self._context = drafters, drafters.context
         self._now = self._context.world.clock.now
         self._calls = PendingCalls()
-        self._sessions: dict[int, DraftSession] = {}  # by stream
+        self.sessions: dict[int, DraftSession] = {}
         self._last_stream = 0
         self._notified_at: dict[str, float] = {}  # by class of fault: when people were told
-
-    @property
-    def sessions(self) -> int:
-        return len(self._sessions)
 
     @property
     def figures(self) -> DrafterFigures:
@@ -149,7 +145,7 @@ class DrafterLink:
             await asyncio.gather(pinging, return_exceptions=True)
             self.line, self.is_connected = None, False
             self._calls.fail_all(at.name)
-            for session in list(self._sessions.values()):
+            for session in list(self.sessions.values()):
                 self.lose(session)
         raise line.connection.close_cause or problem
 
@@ -192,7 +188,7 @@ class DrafterLink:
         assert line is not None
         self._last_stream += 1
         session = DraftSession(self, self._last_stream, len(ids), text)
-        self._sessions[session.stream] = session
+        self.sessions[session.stream] = session
         silence_s = max(self._context.silence_s, 16 * self.model.latency_s)
         line.silence_s = min(line.silence_s, silence_s)
         session.send(replace(opening, silence_s=silence_s))
@@ -205,7 +201,7 @@ class DrafterLink:
         if not session.is_over:
             session.send(StreamClose())
             session.is_over = True
-            self._sessions.pop(session.stream, None)
+            self.sessions.pop(session.stream, None)
 
     def lose(self, session: DraftSession) -> None:
         if not session.is_over:
@@ -229,7 +225,7 @@ class DrafterLink:
                     raise ProtocolError(f"it named session {stream}, which was never opened")
             case _:
                 raise ProtocolError(f"it sent an unexpected {type(message).__name__}")
-        session = self._sessions.get(stream)
+        session = self.sessions.get(stream)
         if session is None:  # the session ended while the message was on its way
             return
         session.bytes_in += received.body_bytes
@@ -291,7 +287,7 @@ class Drafters:
 
     def best(self) -> list[DrafterLink]:
         """Drafters at which a session may be opened, best first. Sessions that a drafter has already count as delay."""
-        return sorted(self.connected_links(), key=lambda link: link.model.token_s(USUAL_PASS_S, sessions=link.sessions))
+        return sorted(self.connected_links(), key=lambda link: link.model.token_s(USUAL_PASS_S, len(link.sessions)))
 
     def _fits(self, at: DrafterAddress) -> bool:
         if at.tokenizer == self.tokenizer:
@@ -354,9 +350,8 @@ class TextDrafts:
         return None if answer is not None else ()
 
     def end_pass(self, outcome: PassOutcome) -> None:
-        now = self._now()
         self._core.end_pass(outcome)
-        self._send_verdict(now)
+        self._send_verdict()
 
     def facts(self) -> list[DrafterFacts]:
         return [session.facts(accepted) for session, accepted in zip(self._ready, self._core.right, strict=False)]
@@ -397,10 +392,9 @@ class TextDrafts:
 
     def begin_line(self, session: DraftSession) -> None:
         if not self._closed:
-            now = self._now()
             self._ready.append(session)
-            self._core.begin_line(session.known, session.link.model, now)
-            self._send_verdict(now)
+            self._core.begin_line(session.known, session.link.model, self._now())
+            self._send_verdict()
             self._news.set()
 
     def take_drafts(self, epoch: int, position: int, tokens: Sequence[int]) -> None:
@@ -423,6 +417,6 @@ class TextDrafts:
         self._news.set()
         asyncio.get_running_loop().call_soon(self.open_session)
 
-    def _send_verdict(self, now: float) -> None:
-        if self._session is not None and (verdict := self._core.next_verdict(now)) is not None:
+    def _send_verdict(self) -> None:
+        if self._session is not None and (verdict := self._core.next_verdict(self._now())) is not None:
             self._session.send_verdict(verdict)
