@@ -147,7 +147,7 @@ async def _verify(member: ServingMember, options: JoinOptions, console: Console)
                 sessions=sessions,
                 positions=0 if whole else TYPICAL_POSITIONS,
             )
-            stack.push_async_callback(partial(_leave, service))
+            stack.push_async_callback(lambda each: within(LEAVE_S, each.close()), service)
             services.append(service)
             linked.append(drafters)
         http = await _http(stack, member, options, services)
@@ -192,10 +192,6 @@ class LoadProgress:
         elapsed_s = self._clock.now() - self._began_at.setdefault(name, self._clock.now())
         stats = {"ready_s": round(elapsed_s * (1 / loaded - 1), 1)} if loaded else {}
         self._served[name] = Serving(name, loaded=loaded, stats=stats)
-
-
-async def _leave(service: ModelTextService) -> None:
-    await within(LEAVE_S, service.close())
 
 
 def _name_of(directory: Path) -> str:

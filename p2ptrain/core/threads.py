@@ -8,6 +8,7 @@ The thread is a daemon, so that a long call does not keep the process from exiti
 from __future__ import annotations
 
 import asyncio
+import operator
 import queue
 import threading
 import time
@@ -66,7 +67,7 @@ class RealThreads:
         self._straggler, self._sleep, self._clock = straggler, sleep, clock
 
     def start(self, name: str) -> Thread:
-        return _DaemonThread(name, self._run_slowly if name == "compute" and self._straggler > 1 else _run)
+        return _DaemonThread(name, self._run_slowly if name == "compute" and self._straggler > 1 else operator.call)
 
     def _run_slowly(self, call: Callable[[], T]) -> T:
         began = self._clock()
@@ -74,10 +75,6 @@ class RealThreads:
             return call()
         finally:
             self._sleep((self._straggler - 1) * (self._clock() - began))
-
-
-def _run(call: Callable[[], T]) -> T:
-    return call()
 
 
 class _DaemonThread:
