@@ -337,11 +337,11 @@ async def is_own(host: str, port: int) -> bool:
 
 
 def _is_bindable(family: int, address: Any) -> bool:
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((address[0], 0, *address[2:]))
-        except OSError:
-            return False
+    except OSError:  # also if this system lacks the family
+        return False
     return True
 
 
