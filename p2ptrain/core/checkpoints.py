@@ -96,12 +96,10 @@ class CheckpointStore:
         StorageError: ``root`` cannot be made, or a crash's leftovers cannot be removed.
     """
 
-    def __init__(
-        self, disk: Disk, root: Path, keep: int, *, best: bool = False, spared: frozenset[int] = frozenset()
-    ) -> None:
+    def __init__(self, disk: Disk, root: Path, keep: int, *, best: bool = False) -> None:
         self._disk = disk
         self._root = root
-        self._keep, self._best, self.spared = max(keep, MIN_KEEP), best, spared
+        self._keep, self._best, self.spared = keep, best, frozenset[int]()
         disk.make_dir(root)
         self._recover()
 

@@ -347,7 +347,8 @@ def test_on_a_full_disk_old_checkpoints_are_pruned_first_where_keep_allows(
             return 0 if noticed == "before" and len(self.list_dir(root)) >= self.room else 1 << 40
 
     disk = Full()
-    store = CheckpointStore(disk, root, keep, spared=spared)
+    store = CheckpointStore(disk, root, keep)
+    store.spared = spared
     for step in (10, 20, 30, 40):
         write_checkpoint(store, step)
     disk.room = keep
