@@ -13,7 +13,8 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
 from p2ptrain.cluster.access import CONNECT_TIMEOUT_S, addresses_for_others
@@ -27,6 +28,7 @@ from wire.transport import resolve
 SERVICE = "_p2ptrain._tcp.local."
 SEARCH_S, MORE_S = 3.0, 1.0
 """Longest wait for the first answer, and for others after it. Answers take up to 0.12 s, unless a packet is lost."""
+ADDRESS_TIMEOUT_S = 1.0
 LOOK_S = 10.0  # how often a seed looks whether its machine's addresses have changed
 MAX_SEEDS, MAX_ADDRESSES, MAX_NAME_CHARS = 16, 8, 64
 
@@ -67,8 +69,8 @@ def found_seed_untrusted(
 
 
 async def discover(named: str, console: Console) -> str | None:
-    """The addresses, with commas between, of the seed for which a person gave ``named``: its name, or nothing. None: no
-    seed of the network is meant.
+    """The addresses that answer, with commas between, of the seed for which a person gave ``named``: its name, or
+    nothing. All of its addresses, if none answers. None: no seed of the network is meant.
 
     Raises ``UserError``: there is none, or there are several.
     """
@@ -83,8 +85,20 @@ async def discover(named: str, console: Console) -> str | None:
             return None
     console.event("info", "looking for a seed on this network")
     seed = choose_seed(await find_seeds(), named)
+    accepts = await asyncio.gather(*(_accepts(address, seed.port) for address in seed.addresses))
+    seed = replace(seed, addresses=tuple(compress(seed.addresses, accepts)) or seed.addresses)
     console.event("info", f"found {seed}")
-    return ",".join(format_address(address, seed.port) for address in seed.addresses)  # some may be of other networks
+    return ",".join(format_address(address, seed.port) for address in seed.addresses)
+
+
+async def _accepts(address: str, port: int) -> bool:
+    """Whether an address accepts a connection: it may belong to a network that this machine is not in. Whoever dials it
+    waits for seconds, also each time that the seed is lost."""
+    with suppress(OSError):
+        async with asyncio.timeout(ADDRESS_TIMEOUT_S):
+            (await asyncio.open_connection(address, port))[1].close()
+            return True
+    return False
 
 
 async def find_seeds() -> list[FoundSeed]:

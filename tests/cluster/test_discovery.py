@@ -68,7 +68,9 @@ def test_one_seed_is_taken_and_several_are_listed() -> None:
     assert "p2ptrain seed --host 0.0.0.0" in caught.value.remedy
 
 
-async def test_the_address_that_answers_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_addresses_that_answer_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     cluster = Cluster(tmp_path / "seed", TcpNetwork())
     await cluster.start_seed()
     port = cluster.address[1]
@@ -79,10 +81,11 @@ async def test_the_address_that_answers_is_used(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(discovery, "find_seeds", find_seeds)
     try:
-        targets = read_targets(await discovery.discover(seed.name, Console()) or "")
-        access = await reach_one(targets, Caller("worker", tmp_path / "kept", []), TcpNetwork())
+        assert await discovery.discover(seed.name, Console()) == f"127.0.0.1:{port}"
     finally:
         await cluster.close()
-    assert (access.host, access.port) == ("127.0.0.1", port)
+    assert f"found no-such-host at 127.0.0.1:{port}" in capsys.readouterr().err
+    targets = read_targets(await discovery.discover(seed.name, Console()) or "")
+    assert targets == [("127.0.0.2", port), ("127.0.0.1", port)]
     with pytest.raises(Unreachable, match=r"127\.0\.0\.2"):
         await reach_one(targets, Caller("worker", tmp_path / "kept", []), TcpNetwork())
