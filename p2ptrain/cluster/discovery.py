@@ -59,7 +59,12 @@ def found_seed_untrusted(
         parsed = dict.fromkeys(map(ipaddress.ip_address, addresses[:MAX_ADDRESSES]))
     except ValueError as error:  # no UTF-8, or no address
         raise ProtocolError("the announcement of a seed is malformed") from error
-    usable = tuple(str(item) for item in parsed if not (item.is_loopback or item.is_multicast or item.is_unspecified))
+    usable = tuple(
+        str(item)
+        for item in parsed
+        if not (item.is_loopback or item.is_multicast or item.is_unspecified)
+        and not (item.is_link_local and getattr(item, "scope_id", "") is None)  # the interface to dial from is unknown
+    )
     is_name = 1 <= len(name) <= MAX_NAME_CHARS and name.isprintable() and name == name.strip()
     if not is_name or not re.fullmatch("[0-9a-f]{64}", pin) or not re.fullmatch("[0-9]{1,6}", version):
         raise ProtocolError("the announcement of a seed has no printable name, or no valid pin or version")

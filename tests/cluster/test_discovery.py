@@ -25,6 +25,8 @@ def found(name: str = "studio", address: str = "192.168.1.20") -> FoundSeed:
 
 def test_an_answer_is_read() -> None:
     assert found_seed_untrusted(TXT, ["192.168.1.20"], 7337) == found()
+    linked = found_seed_untrusted(TXT, ["169.254.1.2", "fe80::1", "fe80::2%3"], 7337)
+    assert linked.addresses == ("169.254.1.2", "fe80::2%3")
 
 
 @pytest.mark.parametrize(
@@ -42,7 +44,7 @@ def test_an_answer_is_read() -> None:
         ({}, ["10.0.0.1"], 0),
         ({}, ["10.0.0.1"], None),
         ({}, [], 7337),
-        ({}, ["127.0.0.1", "::1", "0.0.0.0", "224.0.0.1"], 7337),
+        ({}, ["127.0.0.1", "::1", "0.0.0.0", "224.0.0.1", "fe80::1"], 7337),
         ({}, ["evil.example"], 7337),
         ({}, ["10.0.0.1;rm -rf"], 7337),
     ],
