@@ -177,8 +177,8 @@ class ViewAnnounced(Message, kind=20, long=True):
         lineage: lineage at ``step``; a member with another one first fetches the state from a healthy member.
         members: in rank order; the right neighbour of rank r is rank (r + 1) mod n.
         square_sum: squared gradient norm with which step ``step`` was committed; members that redo the step clip by it.
-        heartbeat_s, death_s: between neighbours; 0: not set by the seed. All members use the same values, those of the
-            member that is farthest from the seed; else one with shorter ones would declare its neighbour dead.
+        heartbeat_s, death_s: between neighbours: those of the profile, or those that fit the member that is farthest
+            from the seed. All members use the same; else one with shorter ones would declare its neighbour dead.
         streams: bulk connections from each member to its right neighbour; an array is striped over them.
         sub_chunk_bytes: size of the pieces that are reduced and passed on over far links; 0: the members are near each
             other, and the session chooses.
