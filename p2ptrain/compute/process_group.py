@@ -551,8 +551,8 @@ def _check_parts(parts: Sequence[torch.Tensor], size: int, like: torch.Tensor) -
 
 def _check_whole(whole: torch.Tensor, size: int, part: torch.Tensor) -> None:
     if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
-        given = f"{whole.numel()} elements of {whole.dtype}"
-        raise ValueError(f"{given} are not those of {size} ranks, of which each has {part.numel()} of {part.dtype}")
+        text = f"{whole.numel()} elements of {whole.dtype} are not those of {size} ranks"
+        raise ValueError(f"{text}, of which each has {part.numel()} of {part.dtype}")
 
 
 def _split(tensor: torch.Tensor, sizes: Sequence[int], size: int) -> Sequence[torch.Tensor]:
