@@ -70,17 +70,20 @@ clean: ## remove the environment, caches and the demo's state
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is newer than what it was installed from, so an environment is made anew where the versions changed.
-$(VENV)/.installed: pyproject.toml constraints.txt
+define install
 	@test -n "$(PYTHON)" || { echo "error: p2ptrain needs Python 3.11 or newer, and there is none on the PATH"; \
 		echo "  → install one, or name it: make PYTHON=/path/to/python3 $(MAKECMDGOALS)"; exit 2; } >&2
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "error: p2ptrain needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1)"; \
 		echo "  → name a newer one: make PYTHON=/path/to/python3 $(MAKECMDGOALS)"; exit 2; } >&2
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --no-compile $(PIP_FLAGS) --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --no-compile $(PIP_FLAGS) --constraint constraints.txt --editable "$(1)"
 	$(BIN)/python -c "import p2ptrain.compute.trainer"  # compiles what is used: a fifth of what pip would
-	@touch $@
+	@touch $(VENV)/.installed $@
+endef
 
-$(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --no-compile $(PIP_FLAGS) --constraint constraints.txt --editable ".[dev]"
-	@touch $@
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(call install,.)
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt
+	$(call install,.[dev])
