@@ -330,6 +330,18 @@ async def test_from_offer_to_a_running_view(bench: Bench) -> None:
     assert (peers["b"]["rank"], peers["b"]["share"], peers["b"]["job"]) == (1, 2, created["job"])
 
 
+async def test_a_view_has_the_heartbeats_that_its_profile_chooses(bench: Bench) -> None:
+    tables = Profile.from_spec_untrusted(SPEC).model_dump()
+    tables["membership"] = {"heartbeat_s": 7.0, "death_s": 31.0}
+    await bench.ask("jobs.create", name="first", profile="tiny", spec=Profile.model_validate(tables).to_spec())
+    workers = [await bench.worker(peer_id) for peer_id in "ab"]
+    for worker in workers:
+        await worker.assigned()
+    for worker in workers:
+        view = await worker.viewed()
+        assert (view.heartbeat_s, view.death_s) == (7.0, 31.0)
+
+
 async def test_a_view_is_in_the_log_when_its_job_is_shown_as_running(bench: Bench) -> None:
     """Both while the store is still writing the view."""
     written = threading.Event()
