@@ -39,14 +39,19 @@ _ROLES = (SYSTEM, USER, ASSISTANT, TOOL)
 
 
 class Places:
-    """A number of places. Who waits gets one in the order of priority, lower ones first, then first come, first served.
+    """Places for texts. Who waits gets one in the order of priority, lower ones first, then first come, first served.
+
+    Args:
+        count: of places. most_waiting: most texts that wait, each for ``WAIT_S`` at most.
 
     Attributes:
-        free: places that nobody has. waiting: how many wait.
+        free: places that nobody has. waiting: how many texts wait. duration: of a text.
     """
 
-    def __init__(self, count: int) -> None:
-        self.free = count
+    def __init__(self, count: int, most_waiting: int) -> None:
+        self.count = self.free = count
+        self.duration = MovingAverage()
+        self._most_waiting = most_waiting
         self._asked: list[tuple[int, int, asyncio.Future[None]]] = []
         self._last = 0
 
@@ -77,30 +82,51 @@ class Places:
         else:
             self.free += 1
 
+    async def enter(self, priority: int) -> None:
+        """Wait for a place. Raises ``Refused``: too busy."""
+        if not self.free and self.waiting >= self._most_waiting:
+            raise self._busy(f"{self.count} texts are being written, and {self.waiting} wait")
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await self.take(priority)
+        except TimeoutError:
+            raise self._busy(f"no place became free within {WAIT_S:.0f} s") from None
+
+    def _busy(self, why: str) -> Refused:
+        """Expect that those who wait now go first, and that texts take as long as the last ones."""
+        wait_s = self.duration.seconds * (self.waiting + 1) / self.count
+        after_s = min(math.ceil(wait_s), LONGEST_RETRY_S)
+        when = f"{after_s} s" if after_s else "a few seconds"
+        remedy = f"try again in {when}, or start another verifier"
+        return Refused(RefusalCode.BUSY, f"the verifier is busy: {why}", remedy=remedy, retry_after_s=after_s)
+
 
 class VerifierFigures:
     """Sums and recent figures of all texts.
 
     Attributes:
-        running: texts under way, and when each began. duration: of a text.
+        running: texts under way, and when each began. pace: of all texts.
     """
 
     def __init__(self) -> None:
         self.running: dict[TextSession, float] = {}
-        self.duration = MovingAverage()
+        self.pace = RecentPace()
         self._rate, self._recent = Rate(), RecentSums()
         self._ended: TextSums = {}
 
-    def end(self, session: TextSession, now: float) -> None:
-        self.duration.add(now - self.running.pop(session))
+    def end(self, session: TextSession, now: float) -> float:
+        """Count a text that has ended. Returns its duration."""
+        began = self.running.pop(session)
         self._ended = add_sums([self._ended, session.sums()])
         self._add_up(now)
+        return now - began
 
     def as_map(self, now: float, step_s: float) -> dict[str, float]:
-        """Totals, the rate of the last seconds, and recent values as of ``text_stats.figures_of``."""
+        """Totals, the rate of the last seconds, and recent values of ``figures_of`` and ``RecentPace``."""
         total = self._add_up(now)
         counts = {name: total.get(name, 0.0) for name in ("tokens", "drafted", "accepted", "wasted")}
-        return {"tokens_per_s": self._rate.per_s(now)} | counts | figures_of(self._recent.grown, step_s)
+        recent = figures_of(self._recent.grown, step_s) | self.pace.as_map(now)
+        return {"tokens_per_s": self._rate.per_s(now)} | counts | recent
 
     def _add_up(self, now: float) -> TextSums:
         total = add_sums([self._ended, *(session.sums() for session in self.running)])
@@ -119,7 +145,7 @@ class ModelTextService:
         name: of the model, for people and programs. created: Unix time of its files.
         positions: largest length of a text, prompt included; 0: the model's context.
         drafters: None: the model writes alone.
-        sessions: texts written at a time. waiting: most requests that wait, each for ``WAIT_S`` at most.
+        sessions: texts written at a time. waiting: most others, as of ``Places``.
 
     Attributes:
         cost_model: what its texts have learned of drafters.
@@ -148,10 +174,8 @@ class ModelTextService:
         self._now = world.clock.now
         self._thread = world.threads.start("text")  # tokenizing a long prompt takes a second
         self._table = TokenTable(text.tokenizer, model.vocab_size)
-        self._most_texts, self._most_waiting = sessions, waiting
-        self._places = Places(sessions)
+        self._places = Places(sessions, waiting)
         self._figures = VerifierFigures()
-        self._pace = RecentPace()
         self._closing = Background()  # sessions of the model
         self._is_closed = False
 
@@ -161,7 +185,7 @@ class ModelTextService:
 
     async def write(self, request: TextRequest) -> TextSession:
         asked_at = self._now()
-        await self._enter(request.priority)
+        await self._places.enter(request.priority)
         try:
             session, prepared = await self._open(request, asked_at)
         except BaseException:
@@ -206,7 +230,7 @@ class ModelTextService:
 
         def end(session: TextSession) -> None:
             self._closing.start(opened.close(), "close a session")
-            self._figures.end(session, self._now())
+            self._places.duration.add(self._figures.end(session, self._now()))
             self._places.give_back()
 
         stats = TextStats(
@@ -214,18 +238,17 @@ class ModelTextService:
             began_at=asked_at,
             prompt_tokens=len(prepared.ids),
             cached_tokens=opened.cached,
-            pace=self._pace,
+            pace=self._figures.pace,
         )
         session = TextSession(opened, decoding, prepared, stats, submit=self._thread.submit, now=self._now, on_end=end)
         session.prompt_logprobs = [None] if request.prompt_logprobs else []
         return session, prepared
 
     def figures(self) -> dict[str, float]:
-        """Figures by name, as of ``VerifierFigures.as_map`` and ``RecentPace.as_map``."""
-        now = self._now()
+        """Figures by name, as of ``VerifierFigures.as_map``."""
         counts = {"waiting": float(self._places.waiting), "preemptions": float(self._served.preemptions)}
-        counts["places"] = float(self._most_texts)
-        return counts | self._figures.as_map(now, self.cost_model.step_s) | self._pace.as_map(now)
+        counts["places"] = float(self._places.count)
+        return counts | self._figures.as_map(self._now(), self.cost_model.step_s)
 
     def describe(self, weights: str, http: str) -> Serving:
         """What the seed lists of this model. ``weights``: their digest."""
@@ -248,24 +271,6 @@ class ModelTextService:
         await asyncio.gather(*(session.end(_leaving()) for session in list(self._figures.running)))
         await self._closing.settle(timeout_s=WAIT_S)
         self._thread.close()
-
-    async def _enter(self, priority: int) -> None:
-        """Wait for a place. Raises ``Refused``: too busy."""
-        if not self._places.free and self._places.waiting >= self._most_waiting:
-            raise self._busy(f"{self._most_texts} texts are being written, and {self._places.waiting} wait")
-        try:
-            async with asyncio.timeout(WAIT_S):
-                await self._places.take(priority)
-        except TimeoutError:
-            raise self._busy(f"no place became free within {WAIT_S:.0f} s") from None
-
-    def _busy(self, why: str) -> Refused:
-        """Expect that those who wait now go first, and that texts take as long as the last ones."""
-        wait_s = self._figures.duration.seconds * (self._places.waiting + 1) / self._most_texts
-        after_s = min(math.ceil(wait_s), LONGEST_RETRY_S)
-        when = f"{after_s} s" if after_s else "a few seconds"
-        remedy = f"try again in {when}, or start another verifier"
-        return Refused(RefusalCode.BUSY, f"the verifier is busy: {why}", remedy=remedy, retry_after_s=after_s)
 
     # ------------------------------------------------------------------------------------------------------- beginning
 

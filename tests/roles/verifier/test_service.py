@@ -239,7 +239,7 @@ async def test_text_of_a_lower_priority_number_begins_first(tmp_path: Path) -> N
 
 
 async def test_place_that_a_cancelled_request_got_goes_to_the_next_one() -> None:
-    places = Places(1)
+    places = Places(1, 2)
     await places.take(0)
     waiting = [asyncio.create_task(places.take(0)) for _ in range(2)]
     await asyncio.sleep(0)
