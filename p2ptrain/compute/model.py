@@ -238,7 +238,8 @@ def directory_config(directory: Path) -> PretrainedConfig:
         raise
     except Exception as error:  # each architecture validates in its own way and with its own exceptions
         text = f"{directory} is not a model directory: {first_line(error)}"
-        raise ConfigError(text, remedy=NEEDED_FILES) from error
+        remedy = NEEDED_FILES if isinstance(error, OSError) else "correct its config.json, or use another model"
+        raise ConfigError(text, remedy=remedy) from error
     return without_dropout(config)
 
 

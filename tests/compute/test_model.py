@@ -99,8 +99,9 @@ def test_a_directory_that_is_not_a_model(tmp_path: Path) -> None:
         model_config(ModelSpec(path=tmp_path), 256)
     for text in ("[", '{"model_type": "llama", "hidden_size": "abc"}'):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ConfigError, match="is not a model directory"):
+        with pytest.raises(ConfigError, match="is not a model directory") as caught:
             model_config(ModelSpec(path=tmp_path), 256)
+        assert caught.value.remedy == "correct its config.json, or use another model"
 
 
 def test_weights_that_are_missing_or_damaged(tmp_path: Path) -> None:
