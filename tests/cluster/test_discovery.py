@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 from pathlib import Path
 
 import pytest
 
 from p2ptrain.cluster import discovery
-from p2ptrain.cluster.access import Caller, reach_one, read_targets
+from p2ptrain.cluster.access import Caller, is_own, reach_one, read_targets
 from p2ptrain.cluster.console import Console
 from p2ptrain.cluster.discovery import FoundSeed, choose_seed, found_seed_untrusted
 from p2ptrain.core.errors import ProtocolError, Unreachable, UserError
@@ -91,3 +93,12 @@ async def test_the_addresses_that_answer_are_used(
     assert targets == [("127.0.0.2", port), ("127.0.0.1", port)]
     with pytest.raises(Unreachable, match=r"127\.0\.0\.2"):
         await reach_one(targets, Caller("worker", tmp_path / "kept", []), TcpNetwork())
+
+
+async def test_an_address_is_not_own_where_its_family_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_ipv6(family: int, kind: int) -> socket.socket:
+        assert family == socket.AF_INET6
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+
+    monkeypatch.setattr("p2ptrain.cluster.access.socket.socket", without_ipv6)
+    assert not await is_own("2001:db8::1", 7337)
