@@ -81,15 +81,17 @@ async def discover(named: str, console: Console) -> str | None:
     """
     if not re.fullmatch(r"[^@,:.]*", named) or is_ticket(named) or (not named and running_seeds()):
         return None
-    with suppress(OSError, UnicodeError):  # a timeout is an OSError
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            if named:
+    if named:
+        with suppress(OSError, UnicodeError):  # a timeout is an OSError
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await resolve(named, DEFAULT_PORT)
-            else:  # a seed of another user
-                (await asyncio.open_connection("127.0.0.1", DEFAULT_PORT))[1].close()
-            return None
+                return None
+    elif await _accepts("127.0.0.1", DEFAULT_PORT):  # a seed of another user
+        return None
     console.event("info", "looking for a seed on this network")
     seed = choose_seed(await find_seeds(), named)
+    # Others may belong to networks that this machine is not in. Whoever dials one waits for seconds, also each time
+    # that the seed is lost.
     accepts = await asyncio.gather(*(_accepts(address, seed.port) for address in seed.addresses))
     seed = replace(seed, addresses=tuple(compress(seed.addresses, accepts)) or seed.addresses)
     console.event("info", f"found {seed}")
@@ -97,8 +99,7 @@ async def discover(named: str, console: Console) -> str | None:
 
 
 async def _accepts(address: str, port: int) -> bool:
-    """Whether an address accepts a connection: it may belong to a network that this machine is not in. Whoever dials it
-    waits for seconds, also each time that the seed is lost."""
+    """Whether an address accepts a connection soon."""
     with suppress(OSError):
         async with asyncio.timeout(ADDRESS_TIMEOUT_S):
             (await asyncio.open_connection(address, port))[1].close()
