@@ -210,19 +210,20 @@ class HttpAnswer(ABC):
             for number in range(self._candidates)
         )
 
-        computed = [asyncio.Event() for _ in self.texts]  # the prompt, whose blocks its other texts find
+        # By prompt: its first text has a piece, so the others find the prompt's blocks in the cache.
+        is_computed = [asyncio.Event() for _ in self.texts]
 
-        async def take_later(event: events.ChoiceEvent) -> None:
+        async def take_event(event: events.ChoiceEvent) -> None:
             if not isinstance(event, events.ChoiceBegan):
-                computed[event.index // self._candidates].set()
+                is_computed[event.index // self._candidates].set()
             await take(event)
 
         async def write_next() -> None:
             for index, text, number in texts:
                 if number:
-                    await computed[index // self._candidates].wait()
+                    await is_computed[index // self._candidates].wait()
                 sampling = replace(text.sampling, seed=text.sampling.seed + number)
-                await self._write_text(index, replace(text, sampling=sampling), take_later)
+                await self._write_text(index, replace(text, sampling=sampling), take_event)
 
         try:
             async with asyncio.TaskGroup() as group:
