@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy.typing as npt
 import torch
@@ -20,7 +21,7 @@ CLIPPED_FACTOR = 1.25
 """Memory for what trains, beside that of summed gradients: the sum of clipped ones has an array of its own."""
 
 
-class StepUpdate(Protocol):
+class StepUpdate(ABC):
     """What a strategy computes and applies; ``roles.strategies`` exchange it. ``Trainer`` calls it on its thread.
 
     ``Trainer`` adds the losses to ``FlatModel.loss_sum``, the last element of ``FlatModel.gradients``. The guard of the
@@ -48,6 +49,7 @@ class StepUpdate(Protocol):
     max_scalar: float
     _noise: tuple[float, bytes] = NO_NOISE  # of the next contribution
 
+    @abstractmethod
     def begin_step(self, step: int, count: int) -> bool:
         """Begin step ``step``, of which this member computes ``count`` micro-batches, maybe none. Returns whether the
         contribution does not need them: then ``finish`` may come first."""
@@ -69,9 +71,11 @@ class StepUpdate(Protocol):
         """Ranges of ``contribution`` that step ``step`` sums over the members, ascending. Elsewhere it is zero."""
         return [(0, len(self.contribution))]
 
+    @abstractmethod
     def mean_loss(self, summed: npt.NDArray[Any]) -> float:
         """Mean loss of the step in nats, from the members' sum of ``contribution``."""
 
+    @abstractmethod
     def apply(self, step: int, norm: float) -> tuple[float, float]:
         """Change parameters and ``shared`` by the members' sum, which is in ``contribution``: on a CPU it stays there,
         for members that heal; on a device it may be overwritten. Must give the same bits on every member, so it runs
